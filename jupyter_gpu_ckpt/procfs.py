@@ -177,8 +177,8 @@ def maps(pid: int) -> list[MemoryMapping]:
         words = line.split(None, 5)
         start, _, end = words[0].partition("-")
         name = words[5] if len(words) > 5 else ""
-        place = int(start, 16), int(end, 16)
-        found.append(MemoryMapping(*place, words[1], name, int(words[4]), words[3], int(words[2], 16)))
+        addresses = int(start, 16), int(end, 16)
+        found.append(MemoryMapping(*addresses, words[1], name, int(words[4]), words[3], int(words[2], 16)))
     return found
 
 

@@ -83,7 +83,7 @@ def _top(item) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Where several processes share the tests (pytest-xdist), those of a file go to one: they share its fixtures.
+    """Send the tests of a file to one process of several (pytest-xdist): they share its fixtures.
 
     What makes users, clusters and hosts has the machine to itself as far as others do the same; and one browser at a
     time is as much as two cores can draw.  By a scheduler of our own: pytest 9.2 does not show pytest-xdist 3.8 the
@@ -101,7 +101,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What was not tested and why, each reason once with its count: a long list is one that nobody reads."""
+    """List the skipped tests' reasons, each once with its count: nobody reads a long list."""
     places = defaultdict(list)
     for report in terminalreporter.stats.get("skipped", ()):
         path, _, reason = report.longrepr

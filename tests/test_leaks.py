@@ -47,7 +47,7 @@ def mounts(directories: list[Path]) -> list[str]:
 
 
 def descriptors() -> dict[str, int]:
-    """How many descriptors this process has, by what they name, numbers left out."""
+    """Return the count of this process's descriptors, by name, numbers left out."""
     found: collections.Counter[str] = collections.Counter()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own
@@ -78,7 +78,7 @@ async def at_rest(directories: list[Path]) -> dict[str, object]:
 
 
 async def comes_back_to(before: dict[str, object], directories: list[Path]) -> None:
-    """What is left over stays for good; what is on its way out does not."""
+    """Wait for the old figure: a leak stays for good, while a closing descriptor does not."""
     with contextlib.suppress(AssertionError):
         await until(lambda: facts(directories) == before)
     assert facts(directories) == before

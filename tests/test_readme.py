@@ -14,7 +14,7 @@ USE = (ROOT / "README.md").read_text().partition("## Use\n")[2].partition("\n## 
 
 
 def transcript() -> dict[str, list[str]]:
-    """What is printed, by command."""
+    """Return the printed text, by command."""
     shown: dict[str, list[str]] = {}
     for line in USE.partition("```console\n")[2].partition("```")[0].splitlines():
         if line.startswith("$ "):

@@ -183,7 +183,7 @@ def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
 
 @root_only
 def test_forked_workers_as_an_ordinary_user(place, criu):
-    """Who cannot see which page frames processes share."""
+    """An ordinary user cannot see which page frames processes share."""
     nobody = Nobody(place, criu)
     said = nobody.run(pytest_of("tests/lifecycle/test_forked_workers.py"), timeout=HANGS)
     assert " skipped" not in said

@@ -12,6 +12,7 @@ from pathlib import Path
 from jupyter_gpu_ckpt.gate.gate import Gate
 from jupyter_gpu_ckpt.gate.router import Router
 from jupyter_gpu_ckpt.lifecycle.context import GateProtocol
+from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.steps import STEPS
 
 TESTS = Path(__file__).resolve().parent
@@ -47,14 +48,21 @@ def _definitions(path: Path) -> Iterator[tuple[str, ast.AST, str | None]]:
     """Module, classes and functions of a file: where each is, its node and its docstring."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 1)}", node, ast.get_docstring(node)
+            yield f"{path.relative_to(TESTS.parent)}:{getattr(node, 'lineno', 1)}", node, ast.get_docstring(node)
+
+
+def _scripts() -> Iterator[Path]:
+    """The programs in Python of scripts/, of which some have no suffix."""
+    for path in (TESTS.parent / "scripts").rglob("*"):
+        if path.is_file() and (path.suffix == ".py" or re.match(rb"#!.*python", path.read_bytes())):
+            yield path
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun_phrase():
     """None begins with a relative clause without a head, or with a pronoun."""
     clauses = "who|what|it|that|whether|which|whose|how|where|when|everything|everybody|nobody|nothing|as|if|\\w+ever"
     found = {}
-    for path in PACKAGE.rglob("*.py"):
+    for path in [*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py"), *_scripts()]:
         for where, _, text in _definitions(path):
             if text and re.match(rf"({clauses})\b", text, re.IGNORECASE):
                 found[where] = text.splitlines()[0]
@@ -82,6 +90,10 @@ def test_the_lifecycle_is_one_class_without_mixins_and_steps_are_functions_of_an
             if isinstance(node, ast.ClassDef):
                 bases = {ast.unparse(base) for base in node.bases}
                 assert bases <= {"Protocol", "NamedTuple", "Exception", "enum.Enum", "enum.IntEnum"}, where
+    driver = {
+        name for name, value in vars(Lifecycle).items() if inspect.isfunction(value) or isinstance(value, property)
+    }
+    assert len(driver) <= 18, "what does not drive is a function of a `KernelState`"
     for function in STEPS.values():
         assert list(inspect.signature(function).parameters) == ["attempt"]
 
@@ -105,7 +117,7 @@ def test_the_ground_imports_nothing_above_it():
 
 
 def _graph() -> dict[str, set[str]]:
-    """Which modules of the package each of them imports, in functions and for types as well."""
+    """Return the imports of each module of the package, in functions and for types as well."""
     modules = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts

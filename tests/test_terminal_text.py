@@ -1,4 +1,4 @@
-"""Nothing that others chose writes to a terminal: names of files, arguments of processes, errors about them."""
+"""Texts that others chose write nothing to a terminal: names of files, arguments of processes, errors about them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from jupyter_gpu_ckpt.cli import main
 from jupyter_gpu_ckpt.errors import ChangedFile, GpuCkptError
+from jupyter_gpu_ckpt.lifecycle import suspend
 from jupyter_gpu_ckpt.terminal_text import printable
 
 #: A title for the window, colours, C1's control sequence introducer, a new line, a return, a mark of direction.
@@ -74,6 +75,6 @@ async def test_a_child_of_a_hostile_name(kernel):
         await kernel.provisioner.checkpoint()
     assert caught.value.code == "CHILD_PROCESSES"
     assert caught.value.message.isprintable()
-    found = await asyncio.to_thread(kernel.lifecycle.findings)
+    found = await asyncio.to_thread(suspend.findings, kernel.lifecycle.kernel)
     assert all(finding.text.isprintable() for finding in found)
     os.kill(*caught.value.details["pids"], 9)

@@ -377,7 +377,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         Raises, before the program runs, `KernelBusy` if a process does not stop, `UnsupportedTerminal` if the terminals
         have too much unread data, `UnsupportedFile` if an inotify instance has unread events, `LoopbackTcp` if a
         connection among the processes cannot be saved (`connections`), `DeletedMapping` if the kernel is an ordinary
-        user's and shared memory cannot be saved (`shared_memory`), `NoSpace` and `NoMemory` if there is no room for the
+        user's and shared memory cannot be saved (`shared_memory`), `NoSpace` and `NoMemory` without space for the
         copies of shared memory and of the terminals' data.
         """
         program = {"argv": list(argv), "env": dict(env), "cwd": str(cwd), "output": str(output)}

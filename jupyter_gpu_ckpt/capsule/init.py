@@ -134,7 +134,7 @@ class Init:
         self.job: RunningProgram | None = None
         #: Of a dump that succeeded: the processes that it left stopped.
         self.stopped: CriuGuard | None = None
-        #: What those processes have otherwise for the dump.
+        #: Changes to those processes for the dump.
         self.preparation: Preparation | None = None
         #: Paths of device files that processes (by pid) have inherited, and are to lose at the next dump.
         self.inherited_files: dict[int, frozenset[str]] = {}

@@ -20,7 +20,7 @@ from jupyter_gpu_ckpt.process import syscalls
 
 #: The name of the process.
 NAME = "gpu-ckpt-root"
-#: What it does not block: Linux ends a process for a trap that it blocks, and keeps a blocked SIGCHLD for later.
+#: Signals that are not blocked: Linux ends a process for a trap that it blocks, and keeps a blocked SIGCHLD for later.
 _UNBLOCKED = {signal.SIGCHLD, signal.SIGTRAP}
 
 

@@ -24,7 +24,7 @@ class DoctorCommand(ImageCommand):
     jupyter gpu-ckpt doctor --for gpu
     """
 
-    need = Enum(["cpu", "gpu"], "cpu", help="What the exit status is about: cpu (default) or gpu.").tag(
+    need = Enum(["cpu", "gpu"], "cpu", help="The kernels that the exit status is about: cpu (default) or gpu.").tag(
         option="cpu|gpu", option_name="for"
     )
 

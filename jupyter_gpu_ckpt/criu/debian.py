@@ -207,7 +207,7 @@ def copy_runtime(tree: Path, destination: Path) -> None:
     try:
         criu, loader = program_and_loader(tree)
     except FileNotFoundError:
-        message = "The downloaded packages hold no CRIU and libc where Debian has them."
+        message = "The downloaded packages contain no CRIU and libc where Debian has them."
         raise CriuMissing(message, hint=BY_HAND) from None
     libraries = loader.parent
     listed = _checked([loader, "--library-path", libraries, "--list", criu], "list CRIU's libraries")

@@ -106,7 +106,7 @@ class Router:
         #: The gate's routing id at the kernel.
         self.name = self._first_name = f"gate-{kernel_id}"[:200]  # ZMQ's limit is 255 bytes
         self._stable_name, self._disconnected = stable_name, False
-        #: What `notify` was called with and no cell has shown.
+        #: Notices of `notify` that no cell has shown.
         self.notices: list[str] = []
         self._on_wake, self._on_agent_request, self._log = on_wake, on_agent_request, log
         self._verifier = wire.session(front, history=True)

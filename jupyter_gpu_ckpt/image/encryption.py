@@ -177,7 +177,7 @@ class PlainDirectory:
                 hint = "Remove it, or have them elsewhere (GpuCkptProvisioner.memory_dir)."
                 raise StoreShared(message, hint=hint, directory=str(parent))
             self._lock.acquire()
-            # Whatever is there was left by a process that has ended: we have its lock.
+            # A directory that is there was left by a process that has ended: we have its lock.
             shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir(mode=0o700)
             self.path.chmod(0o700)
@@ -186,7 +186,7 @@ class PlainDirectory:
         except OSError as error:
             if self._lock.is_locked:
                 self.close()
-            raise NoMemory(f"There is no room in memory for plain files: {error.strerror}.") from error
+            raise NoMemory(f"There is no space in host memory for plain files: {error.strerror}.") from error
 
     def close(self) -> None:
         """Remove the files.  Idempotent, never raises."""
@@ -212,8 +212,13 @@ class Vault:
         """Return the bytes that plain files may have."""
         return free(self.base)
 
-    def secret(self) -> Secret:
-        """Read the key, each time: it may have been changed.  Raises `KeyUnusable`, also without the library."""
+    def secret(self) -> Secret | None:
+        """Read the key, each time: it may have been changed.  Return None if images are not encrypted.
+
+        Raises `KeyUnusable`, also without the library.
+        """
+        if not self.encrypts:
+            return None
         if importlib.util.find_spec("cryptography") is None:
             hint = "Install the extra: pip install 'jupyter_gpu_ckpt[encryption]'."
             raise KeyUnusable("Images cannot be encrypted without the package cryptography.", hint=hint)
@@ -275,8 +280,9 @@ class Form:
 
     def __init__(self, vault: Vault, id: str, directory: Path) -> None:
         self._directory = directory
-        self._cipher = Cipher(vault.secret(), os.urandom(_KEY_BYTES)) if vault.encrypts else None
-        self._plain = PlainDirectory(vault.base, id) if vault.encrypts else None
+        secret = vault.secret()
+        self._cipher = Cipher(secret, os.urandom(_KEY_BYTES)) if secret is not None else None
+        self._plain = PlainDirectory(vault.base, id) if secret is not None else None
         #: The directory that CRIU writes to.
         self.criu_directory = directory if self._plain is None else self._plain.path
 
@@ -323,7 +329,7 @@ def readable(vault: Vault, path: Path, manifest: Manifest) -> Iterator[Readable]
     if manifest.encryption is None:
         yield Readable(stored, stored / layout.DEVICE, device_memory.Codec(), encrypted=False)
         return
-    cipher = Cipher.from_manifest(vault.secret() if vault.encrypts else None, manifest.encryption)
+    cipher = Cipher.from_manifest(vault.secret(), manifest.encryption)
     with contextlib.closing(PlainDirectory(vault.base, manifest.id)) as plain:
         try:
             for name in manifest.files.keys() - {layout.device_file(each) for each in device_memory.entries(manifest)}:

@@ -73,7 +73,7 @@ class Keyring:
         except (OSError, ValueError) as error:
             raise KeyUnusable("A key file cannot be read.", path=str(path)) from error
         if len(secret) != BYTES:
-            raise KeyUnusable(f"A key file does not hold {BYTES} bytes in hex.", path=str(path))
+            raise KeyUnusable(f"A key file does not contain {BYTES} bytes in hex.", path=str(path))
         return Key(id, secret)
 
     def rotate(self) -> Key:

@@ -63,12 +63,15 @@ class Store:
         """
         user_directory.prepare(self.named)
         self.keys.current()
-        if self.vault.encrypts:
-            self.vault.secret()
+        self.vault.secret()
 
     def free(self) -> int:
         """Return the bytes an unprivileged user may still write, as far as the file system reports its quotas."""
         return free(self.root)
+
+    def may_write_plain(self, manifest: Manifest | None = None) -> bool:
+        """Return whether device memory may lie unencrypted on this disk, also that of the image of ``manifest``."""
+        return not self.vault.encrypts and (manifest is None or manifest.encryption is None)
 
     def over_quota(self, kernel_id: str, needed: int) -> QuotaExceeded | None:
         """Return why no image of ``needed`` bytes may be made of a kernel, or None if it may.  Reserves nothing."""

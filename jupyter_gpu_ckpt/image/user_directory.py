@@ -20,7 +20,7 @@ from ..files.disk import mapped_errors
 #: The environment variable that names the image directory.
 VARIABLE = "JUPYTER_GPU_CKPT_IMAGES"
 
-#: What a file system that has no hard links says to link(2).
+#: Errors of link(2) on a file system that has no hard links.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from ..cuda.gpus import Gpu
 from ..errors import BadRequest, GpuCkptError, StateError
 from ..gate.gate import Gate
-from ..lifecycle import preflight
+from ..lifecycle import host_memory, preflight, suspend
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.rates import RATES
 from .panel import Panel
@@ -96,13 +96,13 @@ class AgentRequests:
         gpus: list[Gpu] = []
         findings: list[preflight.PreflightFinding] = []
         try:
-            if device := lifecycle.device_bytes():
+            if device := host_memory.device_bytes(lifecycle.kernel):
                 gpus = lifecycle.engine.gpus.list()
-            findings = lifecycle.findings()
+            findings = suspend.findings(lifecycle.kernel)
         except GpuCkptError as error:  # an answer without the GPUs is better than none
             findings.append(preflight.PreflightFinding(error.code, error.message, error))
         findings += preflight.judge_report(report, gpus=len(device), tree=lifecycle.capsule.processes())
-        resident = lifecycle.resident()
+        resident = host_memory.resident(lifecycle.kernel)
         estimate = RATES.estimate(resident, sum(device.values()))
         return {
             "state": lifecycle.state.value,

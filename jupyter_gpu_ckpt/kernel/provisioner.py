@@ -28,6 +28,7 @@ from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
 from ..image.quota import Quota
 from ..image.store import Image, Store
+from ..lifecycle import endings
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
 from ..lifecycle.rates import RATES
@@ -491,10 +492,10 @@ class GpuCkptProvisioner(LocalProvisioner):
             return
         keep = self.keep_image_on_shutdown or self.keep_image or self.agent_requests.protection() is not None
         if keep and not restart:
-            lifecycle.retire_image()
+            endings.keep_image(lifecycle.kernel)
             self.log.info("Kernel %s was shut down; its image is kept as %s", self.kernel_id, image.id)
             return
-        lifecycle.discard_image()
+        endings.discard_image(lifecycle.kernel)
         if lifecycle.image is None and lifecycle.kernel.kept_image is None:
             self.log.info("Kernel %s was ended; its image %s is deleted", self.kernel_id, image.id)
         else:

@@ -30,8 +30,9 @@ def mismatches(
     Raises `CudaError`; `BadRequest` for a ``gpu_map`` with an unknown GPU.
     """
     wanted, free = manifest.fingerprint, store.free()
-    unencrypted = manifest.encryption is None and not store.vault.encrypts
-    if unencrypted and free >= manifest.swapped_bytes:  # the disk takes what host memory is too small for
+    if (
+        store.may_write_plain(manifest) and free >= manifest.swapped_bytes
+    ):  # the disk takes what host memory is too small for
         wanted = {**wanted, "memory": max(0, wanted.get("memory", 0) - manifest.swapped_bytes)}
     present = [dataclasses.asdict(gpu) for gpu in gpus.list()] if manifest.cuda else []
     here = inspect_node(

@@ -187,6 +187,8 @@ class KernelState:
     trace: Trace
     machine: MachineState = field(default_factory=MachineState)
     cancellation: Cancellation = field(default_factory=Cancellation)
+    #: Held by a verb, and by whatever else changes this state.
+    lock: threading.RLock = field(default_factory=threading.RLock)
     #: Called with each new state; their errors are logged (`trace.notify`).
     on_state: list[Callable[[State], None]] = field(default_factory=list)
     #: Of the verb under way.

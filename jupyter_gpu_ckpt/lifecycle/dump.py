@@ -273,7 +273,7 @@ def _require_proven(state: Mapping[str, Any], directory: Path) -> dict[str, Any]
     if unasked := state.get("unasked"):  # the capsule's init may be of an older release
         _log.warning("This host forbids %s: state that they report was not inspected.", ", ".join(unasked))
     if ended := tasks.uninspected(directory, state["inventory"]):
-        # What CRIU does not save of it is not known, so the image would not restore what was.
+        # Its settings that CRIU does not save are not known, so the image would not restore them.
         raise errors.ProcessEnded.during_dump(ended)
     if missing := tasks.missing(directory, state["inventory"]):
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
@@ -342,7 +342,8 @@ def write_ahead(kernel: KernelState) -> None:
     store, kernel_id = kernel.engine.store, kernel.home.kernel_id
     if kernel.refusal is not None:  # there will be no image
         return
-    if not kernel.settings.write_ahead or not kernel.saved.cuda or store.vault.encrypts or kernel.spill_directory:
+    wanted = kernel.settings.write_ahead and kernel.saved.cuda and not kernel.spill_directory
+    if not wanted or not store.may_write_plain():
         return
 
     def permitted(bytes: int, fresh: int) -> bool:

@@ -1,6 +1,7 @@
 """The end of a kernel's process, of its image, and of a verb that is cancelled or has failed.
 
-Functions that `lifecycle.Lifecycle` calls; under its lock, but for `cancel`.
+`lifecycle.Lifecycle` calls most of these functions, with the kernel's lock; `cancel` needs no lock, and `discard_image`
+and `keep_image`, which the kernel's owner calls, take it themselves.
 """
 
 from __future__ import annotations
@@ -59,13 +60,21 @@ def terminate(kernel: KernelState) -> None:
 
 def discard_image(kernel: KernelState) -> None:
     """Delete the image of a kernel that is not asleep; one that cannot be deleted is kept and retired."""
-    if kernel.machine.state is not State.CHECKPOINTED and kernel.image is not None:
-        try:
-            restore.remove_image(kernel)
-        except ImageNotFound:
-            kernel.image = None
-        except GpuCkptError:  # in use, or not to be written: at least no server restores it by itself
-            kernel.kept_image = restore.retire_image(kernel)
+    with kernel.lock:
+        if kernel.machine.state is not State.CHECKPOINTED and kernel.image is not None:
+            try:
+                restore.remove_image(kernel)
+            except ImageNotFound:
+                kernel.image = None
+            except GpuCkptError:  # in use, or not to be written: at least no server restores it by itself
+                kernel.kept_image = restore.retire_image(kernel)
+
+
+def keep_image(kernel: KernelState) -> None:
+    """Keep the image of a kernel that was ended; no server restores it by itself."""
+    with kernel.lock:
+        if kernel.machine.state is not State.CHECKPOINTED:
+            restore.retire_image(kernel)
 
 
 def serve(kernel: KernelState, goal: State) -> None:

@@ -14,8 +14,11 @@ from .preflight import MARGIN, Process, available_memory, lead_bytes, read_proce
 
 
 def device_bytes(kernel: KernelState) -> dict[str, int]:
-    """Return the device memory that the kernel and its children have now, in bytes by GPU UUID.  Raises `CudaError`."""
-    using = cuda_processes.candidates(kernel)
+    """Return the device memory that the kernel and its children have now, in bytes by GPU UUID.  Queries NVML.
+
+    Raises `CudaError` where the driver or NVML does not answer.
+    """
+    using = cuda_processes.candidates(kernel) if kernel.capsule is not None else ()
     return kernel.engine.gpus.used_by(*using) if using else {}
 
 
@@ -59,7 +62,7 @@ def choose_directory(kernel: KernelState, capsule: Capsule, bytes: int, all: int
 def may_spill(kernel: KernelState, bytes: int) -> bool:
     """Return whether the disk has space for so many bytes of allocations, and may have them unencrypted."""
     store = kernel.engine.store
-    return not store.vault.encrypts and store.free() + chunk_cache.evictable_bytes(store.root) >= bytes + MARGIN
+    return store.may_write_plain() and store.free() + chunk_cache.evictable_bytes(store.root) >= bytes + MARGIN
 
 
 def require_memory(bytes: int) -> None:

@@ -1,7 +1,8 @@
 """The verbs of one kernel, each run step by named step (`steps`) in the order of its plan (`plans`).
 
-Everything here is plain synchronous code on the thread that calls a verb; one lock makes the verbs of one kernel take
-turns.  What was done before a step that failed is undone by the plan's undo steps.
+Everything here is plain synchronous code on the thread that calls a verb; the kernel's lock makes its verbs take turns.
+What was done before a step that failed is undone by the plan's undo steps.  Facts about a kernel are read by functions
+of its `KernelState`: `suspend.findings`, `host_memory.device_bytes`, `host_memory.resident`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,10 +17,9 @@ from ..capsule.capsule import ANSWER, Capsule
 from ..errors import CapsuleError, CapsuleGone, StateError
 from ..image.store import Image
 from ..trace import Trace
-from . import dump, endings, failures, host_memory, plans, restore, resume, suspend
+from . import dump, endings, failures, host_memory, plans, resume
 from .context import Attempt, Engine, GateProtocol, Home, KernelState, Reason, Saved
 from .plans import Move, State
-from .preflight import PreflightFinding
 from .settings import LifecycleSettings
 from .steps import Steps, advance, drive
 
@@ -40,7 +39,6 @@ class Lifecycle:
         self.home, self.engine, self.gate, self.trace = home, engine, gate, trace
         self.kernel = KernelState(home, engine, gate, settings, trace)
         self.on_state = self.kernel.on_state
-        self._lock = threading.RLock()
 
     @property
     def state(self) -> State:
@@ -57,29 +55,11 @@ class Lifecycle:
         """The kernel's image."""
         return self.kernel.image
 
-    def device_bytes(self) -> dict[str, int]:
-        """Return the device memory that the kernel has now, in bytes by GPU UUID.  Queries NVML.
-
-        Raises `CudaError` where the driver or NVML does not answer.
-        """
-        return host_memory.device_bytes(self.kernel) if self.kernel.capsule is not None else {}
-
-    def resident(self) -> int:
-        """Return the bytes of host memory of the kernel's processes and of its swapped-out allocations."""
-        return host_memory.resident(self.kernel)
-
-    def findings(self, *, writes: bool = True) -> list[PreflightFinding]:
-        """Return what preflight says of a checkpoint now, or of a suspend, which ``writes`` no image.
-
-        The kernel is not disturbed.
-        """
-        return suspend.findings(self.kernel, writes=writes)
-
     # -- a kernel comes
 
     def launch(self, argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
         """Start the kernel in a fresh capsule.  After failure there is no process."""
-        with self._lock:
+        with self.kernel.lock:
             capsule = Capsule.create(
                 self.home.runtime_dir,
                 sockets=self.home.sockets,
@@ -103,7 +83,7 @@ class Lifecycle:
 
         A verb that this owner did not finish is undone: stopped processes continue, a CUDA lock is released.
         """
-        with self._lock:
+        with self.kernel.lock:
             kernel = self.kernel
             kernel.capsule, kernel.image = capsule, image
             state = State.CHECKPOINTED if capsule is None else resume.repair(kernel, capsule)
@@ -140,7 +120,7 @@ class Lifecycle:
         settings say.  After failure the image is kept and the kernel stays checkpointed.  Raises `StateError` for a
         ``gpu_map`` and a kernel that is not checkpointed.
         """
-        with self._lock:
+        with self.kernel.lock:
             if gpu_map and self.state is not State.CHECKPOINTED:
                 message = f"The kernel is {self.state.value}; other GPUs can be named for a checkpointed one only."
                 raise StateError(message, left=failures.what_is_left(self.kernel))
@@ -162,7 +142,7 @@ class Lifecycle:
         CRIU is cancelled: a dump is undone, a restore keeps its image.  Calls of the CUDA driver are waited for.
         """
         endings.cancel(self.kernel, Reason.DETACH)
-        with self._lock:
+        with self.kernel.lock:
             kernel = self.kernel
             kernel.cancellation.reset(Reason.DETACH_SOON, requested=Reason.DETACH)
             if kernel.capsule is not None:
@@ -174,28 +154,17 @@ class Lifecycle:
             host_memory.discard_chunks(kernel)
 
     def terminate(self) -> None:
-        """End the kernel now, also during a verb.  Its image, if there is one, stays until `discard_image`."""
+        """End the kernel now, also during a verb.  Its image stays until `endings.discard_image`."""
         # A verb that has done its steps releases the lock in a moment; one that has not is cancelled.
-        if self._lock.acquire(timeout=0.0 if self.kernel.machine.plan is not None else 1.0):
+        if self.kernel.lock.acquire(timeout=0.0 if self.kernel.machine.plan is not None else 1.0):
             try:
                 endings.end_gently(self.kernel)
             finally:
-                self._lock.release()
+                self.kernel.lock.release()
         # Outside the lock: a verb under way then fails in its current step, unwinds, and releases the lock.
         endings.cancel(self.kernel, Reason.END)
-        with self._lock:
+        with self.kernel.lock:
             endings.terminate(self.kernel)
-
-    def discard_image(self) -> None:
-        """Delete the kernel's image: its owner wants a fresh kernel."""
-        with self._lock:
-            endings.discard_image(self.kernel)
-
-    def retire_image(self) -> None:
-        """Keep the image of a kernel that was ended; no server restores it by itself."""
-        with self._lock:
-            if self.state is not State.CHECKPOINTED:
-                restore.retire_image(self.kernel)
 
     def poll(self) -> int | None:
         """Return the exit status of the kernel; None while it runs, sleeps, or is being moved.  Never blocks."""
@@ -203,7 +172,7 @@ class Lifecycle:
         if self.state is State.DEAD:
             return -signal.SIGKILL if kernel.exit_status is None else kernel.exit_status
         # The lock first: a verb may be in the middle of a request to the capsule, and `Capsule.poll` would wait for it.
-        if kernel.capsule is None or not self._lock.acquire(blocking=False):
+        if kernel.capsule is None or not self.kernel.lock.acquire(blocking=False):
             return None  # a verb is under way, and will notice
         try:
             capsule = kernel.capsule
@@ -213,13 +182,13 @@ class Lifecycle:
                 endings.record_exit(kernel, status)
                 return status
         finally:
-            self._lock.release()
+            self.kernel.lock.release()
         return None
 
     # -- the drive
 
     def _perform(self, verb: Move, goal: State, **options: Any) -> None:
-        with self._lock:
+        with self.kernel.lock:
             kernel = self.kernel
             if self.state not in (State.CHECKPOINTED, State.DEAD, State.STARTING):
                 endings.notice_death(kernel)

@@ -167,7 +167,7 @@ UNDO: dict[Step, Step] = {
     Step.CONNECT: Step.DISCONNECT,
 }
 
-#: What a done step makes true of the pair (a process exists, an image exists).
+#: The effect of a done step on the pair (a process exists, an image exists).
 _FACTS: dict[Step, dict[str, Any]] = {
     Step.PUBLISH: {"image": True},
     Step.END_PROCESS: {"process": False},
@@ -230,7 +230,7 @@ def _advance(kernel: MachineState, event: Event) -> Outcome | None:
                 undo = (*undo, Step.SLEEP)
             return replace(kernel, unwinding=True), undo
         case Unwound(failed) if plan and kernel.unwinding:
-            # Without room on the GPU the CUDA state is safe in host RAM.
+            # Without free memory on the GPU the CUDA state is safe in host RAM.
             return _at_rest(kernel, State.SUSPENDED if Step.CUDA_RESUME in failed else plan.back), ()
         case ProcessEvent.EXITED if at_rest and kernel.state not in (State.CHECKPOINTED, State.STARTING):
             return replace(kernel, state=State.DEAD, process=False), ()

@@ -110,7 +110,7 @@ def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
         cancelled=lambda: cancellation.reason >= Reason.DETACH,
     )
     cancellation.check()
-    # Room on the GPU is the next step's, which has the lock that makes the answer last.
+    # Free memory on the GPU is the next step's, which has the lock that makes the answer last.
     return [mismatch for mismatch in found if mismatch.field != "device_memory"]
 
 
@@ -292,8 +292,8 @@ def _keep_chunks(kernel: KernelState, path: Path) -> None:
     assert kernel.image is not None
     manifest, store = kernel.image.manifest, kernel.engine.store
     host_memory.discard_chunks(kernel)
-    wanted = kernel.settings.keep_chunks and not store.vault.encrypts and kernel.capsule is not None
-    if wanted and manifest.swapped_bytes and manifest.encryption is None:
+    wanted = kernel.settings.keep_chunks and kernel.capsule is not None and store.may_write_plain(manifest)
+    if wanted and manifest.swapped_bytes:
         with contextlib.suppress(OSError):  # a sweep has removed it
             kernel.chunks = ChunkCache(store.root)
             kernel.chunks.reuse(path / layout.CRIU / layout.DEVICE, device_memory.entries(manifest))

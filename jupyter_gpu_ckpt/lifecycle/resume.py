@@ -20,7 +20,7 @@ _ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
 
 
 def reserve(attempt: Attempt) -> None:
-    """Prove that the GPU has room and keep others from taking it until the driver has done its part."""
+    """Prove that the GPU has enough free memory, and reserve it until the driver has done its part."""
     kernel = attempt.kernel
     if not kernel.saved.cuda or _is_on_gpu(kernel):
         return
@@ -56,7 +56,7 @@ def cuda_resume(attempt: Attempt) -> None:
     if not kernel.saved.cuda:
         return
     attempt.traced.bytes = sum(kernel.saved.device_bytes.values())
-    # An undo has no reservation yet, and without proof of room the driver could destroy the process.
+    # An undo has no reservation yet, and without proof of free memory the driver could destroy the process.
     missing = attempt.unwinding and not _is_on_gpu(kernel)
     with _reservation(attempt) if missing else contextlib.nullcontext():
         capsule, deadline = kernel.require_capsule(), kernel.deadline(attempt.traced.bytes)

@@ -148,7 +148,7 @@ def _space_for_image(kernel: KernelState) -> int:
     store = kernel.engine.store
     if not store.vault.encrypts:
         return store.free() + chunk_cache.evictable_bytes(store.root)
-    # What CRIU writes is in memory first.  Allocations are not, and swapped-out ones are in memory already.
+    # CRIU's files are in memory first.  Allocations are not, and swapped-out ones are in memory already.
     memory = preflight.available_memory() + kernel.fast_path().host_memory_bytes()
     return min(store.free(), memory, store.vault.free() + _allocated(kernel))
 
@@ -263,7 +263,7 @@ def cuda_suspend(attempt: Attempt) -> None:
             kernel.fast_path().close_launch_gate()  # also where the driver has moved everything
     except (GpuCkptError, OSError) as error:
         # Nobody knows how far the driver came (its helper may have ended after the work was done), and the way back
-        # needs proof of room: so the undo of this step inspects the process and completes the way back.
+        # needs proof of free memory: so the undo of this step inspects the process and completes the way back.
         raise PartlyDone from error
 
 

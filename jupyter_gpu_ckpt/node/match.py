@@ -137,7 +137,7 @@ def _packages(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
         more = f" and {rest} more" if rest > 0 else ""
         was = ", ".join(f"{name} {versions.get(name, '(none)')}" for name in shown) + more
         now = ", ".join(here.get(name, "none") for name in shown) + more
-        advice = "What is imported after the restore comes from here; use the same environment on both nodes."
+        advice = "Modules that are imported after the restore come from here; use the same environment on both nodes."
         yield Mismatch("packages", f"Python packages in {directory}", was, now, advice, False, directory)
 
 
@@ -216,7 +216,7 @@ _COMPARE_CUDA: tuple[_Comparison, ...] = (
 )
 
 
-#: What ``stat(2)`` calls the kinds of files.
+#: The names of ``stat(2)`` for the kinds of files.
 _KINDS = {
     stat.S_IFREG: "a file",
     stat.S_IFDIR: "a directory",

@@ -87,7 +87,7 @@ def _set(inside: Injection, locks: Iterable[Lock]) -> Iterator[str]:
     deadline = time.monotonic() + _PATIENCE
     for lock in locks:
         with inside.on_stack(_FLOCK.pack(lock.type, os.SEEK_SET, lock.start, lock.length, 0)) as address:
-            # Whoever has it now may keep it; but databases lock for moments only.
+            # The process that has it now may keep it; but databases lock for moments only.
             while (done := inside.call("fcntl", lock.descriptor, fcntl.F_SETLK, address)) < 0 and -done in _TAKEN:
                 if time.monotonic() > deadline:
                     break

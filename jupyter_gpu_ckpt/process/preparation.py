@@ -36,7 +36,7 @@ class Preparation:
 
     @property
     def has_injected(self) -> bool:
-        """Whether it made system calls in processes (`injection`): only to open /dev/tty by another name."""
+        """Return whether system calls were made in processes (`injection`): only to open /dev/tty by another name."""
         return bool(self._reopened)
 
     def notes(self) -> dict[int, dict[str, Any]]:

@@ -101,7 +101,7 @@ class _File:
 
     @property
     def is_memory(self) -> bool:
-        """Whether it never was a file."""
+        """Return whether the shared memory never was a file."""
         return self.path == _ANONYMOUS or self.path.startswith(MEMFD)
 
     def unmovable(self, why: str) -> UnsavableSharedMemory:

@@ -32,8 +32,8 @@ PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, PR_CAP_AMBIENT_CLEAR_ALL = 47, 2, 4
 
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
-#: What CRIU needs inside a capsule's user namespace.  CAP_SETUID and CAP_SETGID are left out on purpose: with them CRIU
-#: calls setuid(0), and uid 0 is not mapped.
+#: The capabilities that CRIU needs inside a capsule's user namespace.  CAP_SETUID and CAP_SETGID are left out on
+#: purpose: with them CRIU calls setuid(0), and uid 0 is not mapped.
 #: They are CAP_CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, KILL, SETPCAP, NET_ADMIN, SYS_CHROOT, SYS_PTRACE,
 #: SYS_ADMIN, SYS_RESOURCE, CHECKPOINT_RESTORE.
 CAPABILITIES_FOR_CRIU = (0, 1, 2, 3, 4, 5, 8, 12, 18, 19, 21, 24, 40)

@@ -32,7 +32,7 @@ from jupyter_gpu_ckpt.process import file_facts, syscalls
 #: Of one process: by descriptor, the number, mask and path of each watch.
 Noted = dict[str, list[tuple[int, int, str]]]
 
-#: What is refused.
+#: The text of a refusal.
 UNREAD = "an inotify watch with events not read yet"
 #: Seconds that a search for watched files may take.
 SEARCH_TIMEOUT = 3.0

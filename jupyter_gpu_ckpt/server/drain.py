@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import GpuCkptError, StateError
 from ..image.store import Store
 from ..kernel.provisioner import GpuCkptProvisioner
+from ..lifecycle import host_memory
 from ..lifecycle.plans import State
 from ..lifecycle.rates import RATES
 
@@ -88,7 +89,7 @@ async def _drain_kernel(kernel_id: str, provisioner: GpuCkptProvisioner, store: 
         if not image.archived:  # that was verified before it was archived
             await asyncio.to_thread(store.check, image)
         if provisioner.state is not State.CHECKPOINTED:
-            raise StateError("The kernel came back meanwhile.", hint="Somebody uses it; try again later.")
+            raise StateError("The kernel came back meanwhile.", hint="Its user works with it; try again later.")
     except Exception as failure:
         error = GpuCkptError.from_exception(failure)
         return DrainResult(kernel_id, code=error.code, hint=error.hint)
@@ -110,8 +111,8 @@ def estimate(kernels: Mapping[str, GpuCkptProvisioner], log: Logger, *, verify: 
             continue
         resident = device = 0
         try:
-            resident = lifecycle.resident()
-            device = sum(lifecycle.device_bytes().values())
+            resident = host_memory.resident(lifecycle.kernel)
+            device = sum(host_memory.device_bytes(lifecycle.kernel).values())
         except GpuCkptError as error:
             log.warning("Kernel %s: its device memory cannot be measured: %s", kernel.kernel_id, error.code)
         expected = RATES.estimate(resident, device)

@@ -19,6 +19,7 @@ from ..cuda.gpus import Gpu
 from ..errors import GpuCkptError
 from ..kernel.engine import shared_engine
 from ..kernel.provisioner import GpuCkptProvisioner
+from ..lifecycle import host_memory
 from .monitor import Changed, KernelMonitor, Listener, Stepped
 from .periodic_task import PeriodicTask, wait
 
@@ -145,6 +146,6 @@ def _measure(provisioners: Mapping[str, GpuCkptProvisioner], image_dir: Path) ->
     for kernel_id, provisioner in provisioners.items() if gpus else ():
         if (lifecycle := provisioner.lifecycle) is not None:
             with contextlib.suppress(GpuCkptError):  # it is just ending, or NVML does not answer
-                for uuid, count in lifecycle.device_bytes().items():
+                for uuid, count in host_memory.device_bytes(lifecycle.kernel).items():
                     kernels.setdefault(uuid, {})[kernel_id] = count
     return Usage(at, gpus, kernels)

@@ -27,6 +27,7 @@ from ..image.store import Image, Store
 from ..kernel.engine import shared_engine
 from ..kernel.orphans import Session, only_copy
 from ..kernel.provisioner import GpuCkptProvisioner
+from ..lifecycle import host_memory, suspend
 from ..lifecycle.plans import State
 from ..lifecycle.preflight import PreflightFinding, judge_requests
 from .jobs import Job
@@ -77,7 +78,7 @@ def on_device(provisioner: GpuCkptProvisioner | None) -> dict[str, int] | None:
     """Return a kernel's device memory in bytes by GPU UUID; None where it is unknown.  Queries NVML."""
     lifecycle = provisioner.lifecycle if provisioner else None
     try:
-        return lifecycle.device_bytes() if lifecycle else None
+        return host_memory.device_bytes(lifecycle.kernel) if lifecycle else None
     except GpuCkptError:
         return None
 
@@ -93,10 +94,10 @@ def findings(provisioner: GpuCkptProvisioner) -> dict[str, Any]:
     if lifecycle.state is State.CHECKPOINTED:
         raise StateError("The kernel is checkpointed already.", hint="Nothing is to be done.")
     asked = requests(provisioner)
-    found = [*asked, *lifecycle.findings()]
+    found = [*asked, *suspend.findings(lifecycle.kernel)]
     # Only of a kernel whose checkpoint is refused: to find out costs as much again.
     ok = not any(each.blocks for each in found)
-    may_suspend = ok or not any(each.blocks for each in [*asked, *lifecycle.findings(writes=False)])
+    may_suspend = ok or not any(each.blocks for each in [*asked, *suspend.findings(lifecycle.kernel, writes=False)])
     return {"ok": ok, "may_suspend": may_suspend, "findings": [each.as_dict() for each in found]}
 
 

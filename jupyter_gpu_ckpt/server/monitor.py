@@ -13,6 +13,7 @@ from tornado.ioloop import IOLoop
 
 from .. import errors
 from ..kernel.provisioner import GpuCkptProvisioner
+from ..lifecycle import host_memory
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import PLANS, Plan, State, Step
 from ..lifecycle.rates import RATES
@@ -277,7 +278,7 @@ class MonitoredKernel:
                 return Sizes(device=manifest.device_bytes, image=manifest.bytes)
             if lifecycle.capsule is None:
                 return Sizes()
-            return Sizes(host=lifecycle.resident(), device=lifecycle.device_bytes())
+            return Sizes(host=host_memory.resident(lifecycle.kernel), device=host_memory.device_bytes(lifecycle.kernel))
         except Exception as error:  # an estimate is not worth a checkpoint
             self.monitor.log.debug("Kernel %s could not be measured: %s", self.kernel_id, type(error).__name__)
             return Sizes()

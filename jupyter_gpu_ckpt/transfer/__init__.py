@@ -1,4 +1,5 @@
 """Images elsewhere: pushed, pulled, and archived in a cold tier.
 
-`remote` copies images over whatever fsspec opens and compares each part's hash; `archive` moves their content.
+`storage` has files wherever fsspec writes; `remote` moves images there and compares each part's hash, `archive` only
+their content.
 """

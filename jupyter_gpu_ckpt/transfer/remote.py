@@ -1,4 +1,4 @@
-"""Images elsewhere: in a shared directory, an object store, on an SSH server, or wherever fsspec can write.
+"""Images elsewhere, moved by push and pull: in a shared directory, an object store, or wherever fsspec can write.
 
 An image lies there as ``<url>/<id>/``: its files in parts (``0007-000012``: file 7 in the order of the names, part 12),
 then the seal, and the manifest last.  So a transfer that broke off leaves nothing that a listing shows, and the next
@@ -9,9 +9,6 @@ and small enough to resend; those of zeros are left out.
 A kernel must not live twice.  So an image is *moved*: `Remote.push` removes the local image once all of it is there,
 and `Remote.pull` claims the remote one, as only one host can, and removes it once all of it is here.  A copy is made
 only on request.
-
-fsspec finds the credentials (its configuration files and environment); a URL with a password in it works and is never
-written anywhere.
 """
 
 from __future__ import annotations
@@ -33,23 +30,14 @@ from blake3 import blake3
 from filelock import FileLock, Timeout
 
 from .. import procfs
-from ..errors import (
-    GpuCkptError,
-    ImageBusy,
-    ImageDamaged,
-    ImageFormat,
-    ImageNotFound,
-    NoSpace,
-    RemoteFailed,
-    RemoteUnsupported,
-)
+from ..errors import ImageBusy, ImageDamaged, ImageFormat, ImageNotFound, NoSpace, RemoteFailed
 from ..files.atomic import flush, write_atomically
 from ..image import layout, verify
 from ..image.image import Image
 from ..image.layout import CLAIM, INCOMING, MANIFEST, SEAL
-from ..image.manifest import MOST_BYTES, Manifest, safe_name
+from ..image.manifest import MOST_BYTES, Manifest
 from ..image.store import Store
-from .remote_hashes import RemoteHashes, list_directory
+from .storage import Storage, mapped_errors
 
 #: Bytes of every part but the last of a file.
 PART = 16 << 20
@@ -99,30 +87,14 @@ class Remote:
 
     def __init__(self, url: str, *, workers: int = 8, **options: Any) -> None:
         self._workers = workers
-        try:
-            import fsspec
-        except ImportError as error:
-            raise RemoteUnsupported("The package fsspec is not installed.") from error
-        with _mapped_errors():
-            try:
-                protocol = fsspec.utils.get_protocol(url)
-                if protocol in ("sftp", "ssh"):
-                    # sshfs would take any host for the right one.
-                    options.setdefault("known_hosts", str(Path.home() / ".ssh" / "known_hosts"))
-                    # asyncssh's own first choice, ChaCha20, takes a third more of the one core that it runs on.
-                    options.setdefault("encryption_algs", "^aes128-gcm@openssh.com,aes256-gcm@openssh.com")
-                self._fs, self._root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
-            except (ImportError, ValueError) as error:
-                raise RemoteUnsupported(f"What {protocol}: URLs need is not installed.") from error
-        self._local = protocol in ("file", "local")
-        self._is_object_store = not self._local and not hasattr(self._fs, "client")
+        self.storage = Storage(url, **options)
 
     # -- listing and removal
 
     def images(self) -> list[Manifest]:
         """Return the manifests of the images there, oldest first.  They are not verified; `pull` does that."""
-        with _mapped_errors():
-            ids = sorted(list_directory(self._fs, self._root))
+        with mapped_errors():
+            ids = self.storage.ids()
         found = []
         for id in ids:
             with contextlib.suppress(ImageNotFound, ImageFormat):
@@ -131,7 +103,7 @@ class Remote:
 
     def manifest(self, id: str) -> Manifest:
         """Return the manifest of an image there, not verified.  Raises `ImageNotFound`, `ImageFormat`."""
-        return Manifest.from_json(self._small(id, MANIFEST, MOST_BYTES))
+        return Manifest.from_json(self.storage.read_small(id, MANIFEST, MOST_BYTES))
 
     def claimed(self, id: str) -> str:
         """Return the host that is pulling the image, or whose kernel it is; empty when it is free."""
@@ -139,19 +111,17 @@ class Remote:
 
     def remove(self, id: str) -> None:
         """Delete an image there, the manifest first: half an image is none."""
-        with _mapped_errors():
+        with mapped_errors():
             for name in (MANIFEST, SEAL):
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(self._path(id, name))
-            if self._fs.exists(self._path(id)):
-                self._fs.rm(self._path(id), recursive=True)
+                self.storage.delete(id, name)
+            self.storage.delete_directory(id)
 
     def discard(self, id: str, token: str) -> None:
         """Delete what `send` sent with ``token``, unless another owns it by now."""
         claim = self._read_claim(id)
         if claim is None:  # parts without a claim are of a sender that ended before it could make one
-            with _mapped_errors():
-                ours = MANIFEST not in list_directory(self._fs, self._path(id))
+            with mapped_errors():
+                ours = MANIFEST not in self.storage.sizes(id)
         else:
             ours = claim.get("token") == token
         if ours:
@@ -178,24 +148,24 @@ class Remote:
         Every part there was compared by its hash on return, also those of an earlier try.  ``token``: names the owner
         of the parts (`discard`).
         """
-        hashes = RemoteHashes(self._fs, self._path(image.id), local=self._local)
+        hashes = self.storage.hashes(image.id)
         sent: dict[str, str] = {}
-        with _mapped_errors():
-            self._make_directory(image.id)
+        with mapped_errors():
+            self.storage.make_directory(image.id)
             if token:
                 self._put_claim(image.id, token)
-            if present := self._sizes(image.id):
+            if present := self.storage.sizes(image.id):
                 hashes.query(sum(present.values()))
 
             def send(part: Part) -> int:
                 data, count = part.read(image.path), 0
                 if data == _ZEROS[: part.length]:
                     if part.name in present:
-                        self._fs.rm_file(self._path(image.id, part.name))  # a pull would take it for the content
+                        self.storage.delete(image.id, part.name)  # a pull would take it for the content
                 else:
                     digest = hashes.digest(data)
                     if present.get(part.name) != len(data) or not hashes.matches(part.name, digest):
-                        self._put(image.id, part.name, data)
+                        self.storage.write(image.id, part.name, data)
                         sent[part.name], count = digest, len(data)
                 if progress is not None:
                     progress(part.length)
@@ -208,50 +178,26 @@ class Remote:
             arrived = self._map(lambda name: hashes.matches(name, sent[name]), sent)
             wrong = [name for name, same in zip(sent, arrived, strict=True) if not same]
             for name in wrong:
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(self._path(image.id, name))
+                self.storage.delete(image.id, name)
         if wrong:
-            raise RemoteFailed(f"What was sent did not arrive: {len(wrong)} parts differ.", parts=wrong[:20])
+            raise RemoteFailed(f"The image did not arrive as it was sent: {len(wrong)} parts differ.", parts=wrong[:20])
         return total
 
     def complete(self, image: Image, token: str = "") -> None:
         """Make what was sent an image; with the ``token`` of `send` one that no other host can pull."""
-        with _mapped_errors():
+        with mapped_errors():
             # Read before anything is written: the image may have gone.
             last = {name: (image.path / name).read_bytes() for name in (SEAL, MANIFEST)}
-            if self._local:  # once for all parts: a flush after each takes a tenth more time (measured)
-                directory = Path(self._path(image.id))
-                for path in (*directory.iterdir(), directory):
-                    flush(path)
+            self.storage.flush(image.id)  # once for all parts: a flush after each takes a tenth more time (measured)
             if token:
                 self._put_claim(image.id, token)
             else:
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(self._path(image.id, CLAIM))
+                self.storage.delete(image.id, CLAIM)
             for name, content in last.items():
-                self._put(image.id, name, content, durable=True)
+                self.storage.write(image.id, name, content, durable=True)
 
     def _put_claim(self, id: str, token: str) -> None:
-        self._put(id, CLAIM, json.dumps({**_claimant(), "token": token}).encode(), durable=True)
-
-    def _put(self, id: str, name: str, data: bytes, *, durable: bool = False) -> None:
-        """Write a file there, atomically.  ``durable`` is for a local directory; elsewhere the server decides."""
-        path = self._path(id, name)
-        if self._local:
-            write_atomically(Path(path), data, durable=durable)
-        elif self._is_object_store:
-            self._fs.pipe_file(path, data)
-        else:
-            self._fs.pipe_file(path + ".part", data)
-            self._fs.mv(path + ".part", path)
-
-    def _make_directory(self, id: str) -> None:
-        """Make the directory so that others may not enter it; in an object store the bucket's rules decide."""
-        if self._local:
-            Path(self._path(id)).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            Path(self._path(id)).mkdir(exist_ok=True, mode=0o700)
-        elif not self._is_object_store:
-            self._fs.makedirs(self._path(id), exist_ok=True, permissions=0o700)
+        self.storage.write(id, CLAIM, json.dumps({**_claimant(), "token": token}).encode(), durable=True)
 
     # -- pull
 
@@ -276,7 +222,8 @@ class Remote:
     @contextlib.contextmanager
     def fetched(self, id: str, store: Store, *, keep: bool = True, progress: Progress | None = None) -> Iterator[Path]:
         """Fetch an image into a verified directory for the body to move files from; resumes.  Raises as `pull`."""
-        directory = Path(store.root, INCOMING, self._checked(id))  # of the image's name, as `verify` requires
+        self.storage.path(id)  # raises for an id that is no name
+        directory = Path(store.root, INCOMING, id)  # of the image's name, as `verify` requires
         directory.parent.mkdir(mode=0o700, exist_ok=True)
         lock = FileLock(layout.mark(directory, layout.LOCK), timeout=0, mode=0o600)
         try:
@@ -294,7 +241,7 @@ class Remote:
     def _fetch(self, id: str, directory: Path, store: Store, keep: bool, progress: Progress | None) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         for name, most in ((MANIFEST, MOST_BYTES), (SEAL, 4096)):
-            write_atomically(directory / name, self._small(id, name, most), durable=True)
+            write_atomically(directory / name, self.storage.read_small(id, name, most), durable=True)
         manifest = verify.require_sealed(directory, store.keys)
         store.generations.require_current(manifest)
         if not keep:
@@ -303,11 +250,11 @@ class Remote:
             message = "The image does not fit on the disk of the image directory."
             left = f"the image {id} is whole where it is, and was not fetched"
             raise NoSpace(message, left=left, needed=manifest.bytes)
-        with _mapped_errors():
+        with mapped_errors():
             wrong = self._receive(directory, manifest, progress)
         try:
             if wrong:
-                message = f"What arrived is damaged: {', '.join(wrong[:3])}."
+                message = f"The image arrived damaged: {', '.join(wrong[:3])}."
                 raise ImageDamaged(message, image=id, files=wrong[:100])
             verify.require_tree(directory, manifest)
         except ImageDamaged:
@@ -322,14 +269,14 @@ class Remote:
         Files grow in order, so the length of a file says which of its parts are there.  After a crash of the machine it
         may say too much; then the hash is wrong.
         """
-        present = self._sizes(manifest.id)
+        present = self.storage.sizes(manifest.id)
         complete = {file: _complete(directory / file, entry.bytes) for file, entry in manifest.files.items()}
         hashers = {file: blake3(max_threads=blake3.AUTO) for file in manifest.files}
 
         def read(part: Part) -> bytes:
             if part.end <= complete[part.file]:
                 return part.read(directory)
-            data = self._get(manifest.id, part.name) if part.name in present else _ZEROS[: part.length]
+            data = self.storage.read(manifest.id, part.name) if part.name in present else _ZEROS[: part.length]
             if len(data) != part.length:
                 raise RemoteFailed("A part of the image has another size than it should.", part=part.name)
             return data
@@ -346,15 +293,12 @@ class Remote:
                 progress(part.length)
         return [file for file, entry in manifest.files.items() if hashers[file].hexdigest() != entry.blake3]
 
-    def _get(self, id: str, name: str) -> bytes:
-        return bytes(self._fs.cat_file(self._path(id, name)))
-
     def _claim(self, id: str) -> None:
         """Claim the remote image for this host.  Raises `ImageBusy`."""
         mine = _claimant()
         try:
-            with _mapped_errors(), self._fs.open(self._path(id, CLAIM), "xb") as file:
-                file.write(json.dumps(mine).encode())
+            with mapped_errors():
+                self.storage.create(id, CLAIM, json.dumps(mine).encode())
         except RemoteFailed:  # not every server says that it failed because there is a claim
             claim = self._read_claim(id)
             if claim == mine:
@@ -385,33 +329,12 @@ class Remote:
     def _read_claim(self, id: str) -> dict[str, Any] | None:
         """Return the claim of the image there; None without one, an empty one for a foreign file."""
         try:
-            claim = json.loads(self._small(id, CLAIM, 4096))
+            claim = json.loads(self.storage.read_small(id, CLAIM, 4096))
         except ImageNotFound:
             return None
         except (ImageFormat, ValueError, RecursionError):
             return {}
         return claim if isinstance(claim, dict) else {}
-
-    def _sizes(self, id: str) -> dict[str, int]:
-        return {name: int(entry["size"] or 0) for name, entry in list_directory(self._fs, self._path(id)).items()}
-
-    def _small(self, id: str, name: str, most: int) -> bytes:
-        with _mapped_errors():
-            try:
-                if int(self._fs.info(self._path(id, name))["size"]) > most:
-                    raise ImageFormat(f"The {name} of {id!r} is too large to be one.", image=id)
-                return self._get(id, name)
-            except (FileNotFoundError, NotADirectoryError) as error:
-                raise ImageNotFound(f"There is no image {id!r} there.", image=id) from error
-
-    def _path(self, id: str, name: str = "") -> str:
-        return f"{self._root}/{self._checked(id)}" + (f"/{name}" if name else "")
-
-    @staticmethod
-    def _checked(id: str) -> str:
-        if not safe_name(id) or "/" in id:
-            raise ImageNotFound(f"There is no image {id!r}.", image=id)
-        return id
 
 
 def _complete(path: Path, size: int) -> int:
@@ -434,15 +357,3 @@ def _open_own(path: str, flags: int) -> int:
 
 def _claimant() -> dict[str, str]:
     return {"hostname": socket.gethostname(), "boot": procfs.boot_id()}
-
-
-@contextlib.contextmanager
-def _mapped_errors() -> Iterator[None]:
-    """Map foreign errors to `RemoteFailed`.  Their texts may contain URLs, so only the reason is kept."""
-    try:
-        yield
-    except GpuCkptError:
-        raise
-    except Exception as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-        raise RemoteFailed(f"The place of the images failed: {reason}.", kind=type(error).__name__) from error

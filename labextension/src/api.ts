@@ -1,5 +1,5 @@
 /**
- * What the server says: the documents of `openapi.yaml` and the events of `server/events`, as far as they are read here.
+ * The server's answers: the documents of `openapi.yaml` and the events of `server/events`, as far as they are read here.
  *
  * Sizes are bytes, durations seconds, moments seconds since the epoch.
  */

@@ -1,4 +1,4 @@
-/** What every part of the front end works with. */
+/** Objects that every part of the front end works with. */
 
 import type { ServiceManager } from '@jupyterlab/services';
 import type { TranslationBundle } from '@jupyterlab/translation';

@@ -1,4 +1,4 @@
-/** What is known of one kernel: its document, moved on by the server's events. */
+/** Facts about one kernel: its document, moved on by the server's events. */
 
 import type { IFailure, IJob, IKernel, IOutlook, ServerEvent, State, Verb } from './api';
 

@@ -13,7 +13,7 @@ import { type ISignal, Signal } from '@lumino/signaling';
 import type { IJob, IKernel, ServerEvent, Verb, When } from './api';
 import { type IOutcome, KernelModel } from './kernel';
 
-/** What is needed of the REST client. */
+/** The part of the REST client that is needed here. */
 export interface IKernelSource {
   kernels(): Promise<IKernel[]>;
   kernel(id: string): Promise<IKernel>;

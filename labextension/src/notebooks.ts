@@ -1,4 +1,4 @@
-/** Which notebook has which kernel, and the other way round. */
+/** The kernel of each notebook, and the notebooks of each kernel. */
 
 import type { ISessionContext } from '@jupyterlab/apputils';
 import { PathExt } from '@jupyterlab/coreutils';
@@ -9,7 +9,7 @@ import { type ISignal, Signal } from '@lumino/signaling';
 import type { KernelModel } from './kernel';
 import type { Kernels } from './kernels';
 
-/** What only a kernel that is awake says; all else the server says for it, too. */
+/** Messages that only a kernel that is awake sends; the server sends all others for it, too. */
 const SPOKEN = new Set(['execute_input', 'execute_result', 'display_data', 'stream']);
 
 /** The kernels of all open documents. */
@@ -127,7 +127,7 @@ export function pathOf(services: ServiceManager.IManager, kernelId: string): str
   return '';
 }
 
-/** What to call a kernel: its notebook's name, else the beginning of its id. */
+/** The name of a kernel for its user: its notebook's name, else the beginning of its id. */
 export function nameOf(services: ServiceManager.IManager, kernelId: string): string {
   return PathExt.basename(pathOf(services, kernelId)) || kernelId.slice(0, 8);
 }

@@ -46,7 +46,7 @@ export class WakingCells {
     }
     if (waiting.line === null) {
       waiting.line = new Line();
-      place(cell, waiting.line);
+      insertLine(cell, waiting.line);
     }
     waiting.line.showProgress(this._text(kernel), kernel.progress?.fraction ?? 0);
   }
@@ -99,8 +99,8 @@ class Line extends Widget {
   private readonly _bar = document.createElement('div');
 }
 
-/** Between the cell's input and its output. */
-function place(cell: Cell, line: Widget): void {
+/** Insert a line between the cell's input and its output. */
+function insertLine(cell: Cell, line: Widget): void {
   const layout = cell.layout;
   if (layout instanceof PanelLayout) {
     const input = layout.widgets.findIndex(child => child instanceof Panel && child.hasClass('jp-Cell-inputWrapper'));

@@ -31,7 +31,7 @@ export function duration(seconds: number): string {
   return seconds < 172800 ? `${(seconds / 3600).toFixed(0)} h` : `${(seconds / 86400).toFixed(0)} d`;
 }
 
-/** What a kernel is, in one or two words. */
+/** The state of a kernel, in one or two words. */
 export function phase(of: Phase, trans: TranslationBundle): string {
   switch (of) {
     case 'plain':
@@ -53,7 +53,7 @@ export function phase(of: Phase, trans: TranslationBundle): string {
   }
 }
 
-/** What is happening, as the beginning of a sentence. */
+/** The operation under way, as the beginning of a sentence. */
 export function doing(verb: Verb, notebook: string, trans: TranslationBundle): string {
   switch (verb) {
     case 'suspend':
@@ -111,7 +111,7 @@ export function cut(text: string, length: number): string {
   return end < 16 ? '' : `${text.slice(0, end)}…`;
 }
 
-/** What the status bar says, and what a click does; null where there is nothing to say. */
+/** The status bar's text, and the effect of a click; null where there is no text. */
 export function status(
   kernel: KernelModel,
   notebook: string,
@@ -144,7 +144,7 @@ export function status(
   return { text, title: `${notebook}: ${text}`, does: null };
 }
 
-/** What the badge says; empty where there is nothing to say. */
+/** The badge's text; may be empty. */
 export function badge(kernel: KernelModel, trans: TranslationBundle): string {
   if (kernel.phase === 'suspended' || kernel.phase === 'checkpointed') {
     return kernel.swappedOut > 0 ? trans.__('asleep, %1 freed', bytes(kernel.swappedOut)) : trans.__('asleep');

@@ -1,4 +1,4 @@
-"""What eight child processes add to a suspend: ``python scripts/bench/children.py``.
+"""Cost of eight child processes in a suspend: ``python scripts/bench/children.py``.
 
 A kernel with forked workers and one without take turns; where there is a GPU, both have memory on it.
 """

@@ -1,4 +1,4 @@
-"""What the driver takes to allocate and to free: ``python scripts/bench/driver_calls.py``, needs a GPU.
+"""Time the driver takes to allocate and to free: ``python scripts/bench/driver_calls.py``, needs a GPU.
 
 ``cuMemAlloc`` and ``cuMemFree``, beside the calls by which the fast path serves them (`cuda/native/allocations.c`):
 memory of the kinds that can be asked for, since a kind may cost more (exported for CUDA IPC, reached by RDMA).  Prints

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"
 from harness import notebook, until
 
 from jupyter_gpu_ckpt.cuda.gpus import Gpus
+from jupyter_gpu_ckpt.lifecycle import host_memory
 
 ROUNDS = 5
 SIZES = (1, 4, 16, 48)
@@ -106,7 +107,7 @@ async def tier(kernel: Any, gib: int, rounds: int) -> dict[str, Any]:
     await kernel.run(FILL.format(gib=gib), timeout=120)
     total = await kernel.run(SUM, timeout=120)
     figures: dict[str, Any] = {"free": [], "back": [], "resumed": []}
-    held = sum(kernel.lifecycle.device_bytes().values())
+    held = sum(host_memory.device_bytes(kernel.lifecycle.kernel).values())
     for _ in range(rounds):
         await asyncio.sleep(1)  # what the last round gives back is not this one's
         kernel.steps.events.clear()
@@ -181,7 +182,7 @@ def written(place: Path) -> int:
 
 
 def forget(directory: Path) -> None:
-    """What is read of it next comes from the disk."""
+    """Drop the directory's files from the page cache: the next read comes from the disk."""
     for path in directory.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)

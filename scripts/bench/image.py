@@ -34,7 +34,7 @@ COST, RATE = 0.10, 0.80
 
 
 def write(path: Path, size: int, block: bytes) -> None:
-    """As CRIU does: through the page cache, in one file."""
+    """Write one file through the page cache, as CRIU does."""
     with path.open("wb", buffering=0) as file:
         for _ in range(size // len(block)):
             file.write(block)
@@ -49,7 +49,7 @@ def forget(path: Path) -> None:
 
 
 def seconds(work, *arguments) -> float:
-    """How long it takes."""
+    """Return the seconds that a call takes."""
     began = time.perf_counter()
     work(*arguments)
     return time.perf_counter() - began
@@ -91,7 +91,7 @@ def dd(path: Path) -> None:
 
 
 def verify(image: Image, keys: Keyring) -> None:
-    """What a restore does before CRIU sees the image."""
+    """Verify an image as a restore does before CRIU sees it."""
     integrity.verify(image.path, keys)
 
 

@@ -1,4 +1,4 @@
-"""What the launch gate adds to each call of the CUDA driver while it is open: ``python scripts/bench/launch_gate.py``.
+"""Cost of the open launch gate in each call of the CUDA driver: ``python scripts/bench/launch_gate.py``.
 
 Needs a C compiler and no GPU: the driver is one whose functions do nothing.
 """

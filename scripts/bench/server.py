@@ -1,4 +1,4 @@
-"""What checkpointed kernels cost a server: ``python scripts/bench/server.py [COUNT]``.
+"""Cost of checkpointed kernels for a server: ``python scripts/bench/server.py [COUNT]``.
 
 Starts a real ``jupyter server`` with the extension and, one after the other, COUNT kernels (200), checkpointing each
 before the next is started.  Limits of the design, for 200: the server's resident memory grows by at most 200 MB, and a

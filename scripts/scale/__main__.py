@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def versions(seconds: float) -> str:
-    """When and with what."""
+    """Date and versions of this run."""
     names = ("jupyter_gpu_ckpt", "simpy", "matplotlib")
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     today = datetime.date.today().isoformat()
@@ -69,7 +69,7 @@ def versions(seconds: float) -> str:
 
 
 def activity() -> str:
-    """What the generator makes, against what was published."""
+    """The generator's activity, against published figures."""
     made = [person for seed in study.SEEDS for person in people(1000, 2, seed)]
     sessions = [session for person in made for session in person.sessions]
     cells = [cell for session in sessions for cell in session.cells]
@@ -89,7 +89,7 @@ def activity() -> str:
 
 
 def costs() -> str:
-    """What moves take."""
+    """The durations of moves."""
     one = measured()
     rows = [
         "| a kernel | takes |",
@@ -114,7 +114,7 @@ def summary(figures: dict[str, Figures]) -> str:
         f"{culled.lost:,.0f} kernels a week lose their variables, which {culled.lost_hours:,.0f} GPU-hours had made.",
         f"- Checkpointed and culled after 5 minutes, {away.idle:,.0f} are held idle ({kept.idle - away.idle:,.0f} "
         f"given back against no culling, {culled.idle - away.idle:,.0f} against culling), {away.turned_away:.1%} get "
-        f"none, and nothing is lost. Who needs a GPU waits {seconds(away.wait_p50)} in the median, "
+        f"none, and nothing is lost. Users who need a GPU wait {seconds(away.wait_p50)} in the median, "
         f"{seconds(away.wait_p99)} at the 99th percentile; {away.cells_at_once:.0%} of the cells need not wait at all.",
         f"- On shared hosts with the defaults, {hosts_away.idle:,.0f} are held idle, {hosts_away.turned_away:.1%} get "
         f"none, and a wake takes {seconds(hosts_away.wait_p50)}, {seconds(hosts_away.wait_p99)} at the 99th "
@@ -187,7 +187,7 @@ def sweep_table(what: str, sweep: plots.Sweep) -> str:
 
 
 def sizing(results: dict[str, list[Result]], figures: dict[str, Figures]) -> str:
-    """What the two arrangements need for each GPU."""
+    """The needs of the two arrangements for each GPU."""
     rows = ["| for each GPU | a GPU for each server | shared hosts |", "|---|---|---|"]
     names = (study.AWAY, study.HOSTS_AWAY)
     runs = [results[name] for name in names]

@@ -13,7 +13,7 @@ from jupyter_gpu_ckpt.server.idle.policy import Rule
 
 
 class Strategy(str, enum.Enum):
-    """What becomes of an idle kernel."""
+    """The treatment of an idle kernel."""
 
     NONE = "no culling"
     CULL = "plain culling"
@@ -54,7 +54,7 @@ class Plan:
 
 
 class Use(str, enum.Enum):
-    """What a GPU does."""
+    """The uses of a GPU."""
 
     EMPTY = "empty"
     COMPUTING = "computing"
@@ -85,7 +85,7 @@ class Wake:
 
 @dataclass
 class Result:
-    """What happened after the warm-up; GPU time in seconds, by use."""
+    """Results of the time after the warm-up; GPU time in seconds, by use."""
 
     plan: Plan
     measured: float

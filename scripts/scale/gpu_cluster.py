@@ -250,7 +250,7 @@ class Cluster:
     # -- the server's policy
 
     def _serve(self, kernel: Kernel) -> Process:
-        """What `server.idle.loop` does, for one kernel, without the rounds in which nothing can be due."""
+        """Run `server.idle.loop` for one kernel, without the rounds in which nothing can be due."""
         limit = self.plan.memory_per_gpu * self.plan.gpus_per_node // 2
         policy = Policy(IdleSettings(self.plan.rule, memory_limit=limit, parallel=self.plan.parallel))
         self.policies[kernel] = policy

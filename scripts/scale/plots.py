@@ -27,7 +27,7 @@ Sweep = dict[str, list[tuple[float, Figures]]]
 
 
 def gpu_time(results: dict[str, list[Result]], path: Path) -> None:
-    """What the GPUs did, by arrangement."""
+    """Plot the use of the GPUs, by arrangement."""
     figure, axes = plt.subplots(figsize=(8.5, 3.8), layout="constrained")
     names = list(results)
     left = [0.0] * len(names)
@@ -45,7 +45,7 @@ def gpu_time(results: dict[str, list[Result]], path: Path) -> None:
 
 
 def waits(results: dict[str, list[Result]], path: Path) -> None:
-    """How long those wait who need a GPU."""
+    """Plot the waits of users who need a GPU."""
     figure, axes = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
     for name, runs in results.items():
         seconds = sorted(max(0.05, wake.seconds) for result in runs for wake in result.wakes)
@@ -63,7 +63,7 @@ def waits(results: dict[str, list[Result]], path: Path) -> None:
 
 
 def sensitivity(sweeps: dict[str, Sweep], path: Path) -> None:
-    """What changes with users, memory, thresholds and host memory."""
+    """Plot the effects of users, memory, thresholds and host memory."""
     figure, grid = plt.subplots(2, 2, figsize=(8.5, 6.2), layout="constrained")
     labels = {
         "users": "users on 64 GPUs",

@@ -62,7 +62,7 @@ class Kernel:
         return Path(f"/proc/{self.pid}/maps").read_text()
 
     def descriptors(self) -> list[str]:
-        """Where the descriptors of the process lead."""
+        """Return the targets of the process's descriptors."""
         found = []
         for entry in Path(f"/proc/{self.pid}/fd").iterdir():
             try:

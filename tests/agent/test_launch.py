@@ -28,7 +28,7 @@ print(json.dumps({
 
 
 def both(tmp_path: Path, flags: list[str], module: str, env: dict[str, str] | None = None) -> list[str]:
-    """What ``-m`` and launch.py print; the exit statuses must be the same."""
+    """Return the output of ``-m`` and of launch.py; the exit statuses must be the same."""
     results = [
         subprocess.run(
             [sys.executable, *flags, *way, module, "-f", "a b", "--flag"],

@@ -55,7 +55,7 @@ async def test_the_kernel_is_checkpointed_after_the_cell_and_woken_by_the_next(k
 
 
 async def test_a_client_that_sends_the_next_cell_at_once_finds_the_kernel_gone(kernel):
-    """As nbclient and papermill do: between the two cells there is no time but what the gate makes."""
+    """Nbclient and papermill do so: between the two cells there is no time but what the gate makes."""
     for number in range(3):
         await kernel.run("%gpu_checkpoint")
         assert await kernel.run(f"print({number})") == str(number)

@@ -49,7 +49,7 @@ def test_a_lock_keeps_its_state_and_works_across_threads(start: Callable[..., An
 
 
 def test_a_thread_that_waits_on_a_lock_is_woken_later(start: Callable[..., Any]) -> None:
-    """It sleeps on the old page; nobody could reach it there after the exchange."""
+    """The thread sleeps on the old page; nobody could reach it there after the exchange."""
     kernel = start()
     code = """if True:
         import multiprocessing, threading

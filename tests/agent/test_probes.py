@@ -1,4 +1,4 @@
-"""What of a kernel's process stands in the way, asked by the agent inside it."""
+"""Obstacles in a kernel's process, found by the agent inside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which variables reference device memory: CPU tensors treated as device tensors, and the CUDA array interface."""
+"""Variables that reference device memory: CPU tensors treated as device tensors, and the CUDA array interface."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def names(**namespace: Any) -> list[str]:
 
 
 def shell(**namespace: Any) -> Any:
-    """What `release` needs of IPython's shell."""
+    """The part of IPython's shell that `release` needs."""
     hook = types.SimpleNamespace(_=None, __=None, ___=None)
     return types.SimpleNamespace(user_ns={"Out": {}, **namespace}, displayhook=hook, last_execution_result=None)
 

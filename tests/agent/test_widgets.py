@@ -32,7 +32,7 @@ class Browser:
             self.received.append((content["comm_id"], state))
 
     async def run(self, code: str) -> str:
-        """What a cell printed.  Unlike jupyter_client's own ways, this hears what answers no request of ours."""
+        """Return the output of a cell.  Messages that answer no request of ours are heard, too."""
         cell, printed = self.kernel.client.execute(code, allow_stdin=False), ""
         while True:
             message = await self.kernel.client.get_iopub_msg(timeout=60)

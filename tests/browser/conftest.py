@@ -30,7 +30,7 @@ def chromium() -> str:
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where screenshots go."""
+    """The directory of the screenshots."""
     directory = Path(PICTURES) if PICTURES else tmp_path_factory.mktemp("pictures")
     directory.mkdir(parents=True, exist_ok=True)
     return directory

@@ -1,4 +1,4 @@
-"""What somebody does in JupyterLab: real server, real CRIU, real browser."""
+"""A user's work in JupyterLab: real server, real CRIU, real browser."""
 
 from __future__ import annotations
 

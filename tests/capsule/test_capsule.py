@@ -94,7 +94,7 @@ def ignoring():
 
 
 def test_the_kernel_takes_the_signals_an_ordinary_process_takes(ignoring, capsule):
-    """What its owner, init and Python ignore is not handed on: an ignored signal stays ignored across exec."""
+    """A signal that its owner, init and Python ignore is not handed on: an ignored signal stays ignored across exec."""
     sleeper(capsule)
     ignored = int(status_of(capsule.host_pid)["SigIgn"], 16)
     assert [number for number in signal.valid_signals() if ignored >> (number - 1) & 1] == []

@@ -49,7 +49,7 @@ def owner(directory: Path, outlive: bool) -> tuple[subprocess.Popen[str], list[i
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """As the out-of-memory killer does it; the capsule may hold on to its pipes."""
+    """Kill as the out-of-memory killer does; the capsule may hold on to its pipes."""
     process.kill()
     process.wait(60)
     for stream in (process.stdin, process.stdout):
@@ -116,7 +116,7 @@ def test_no_request_of_another_version_is_done(directory, monkeypatch):
 
 @pytest.mark.parametrize("grace", [0.0, 10.0], ids=["killed", "gives up"])
 def test_a_new_owner_comes_when_the_old_ones_program_has_ended(directory, grace):
-    """Whatever it did to the kernel is taken back by then; and no answer to it reaches the new owner."""
+    """All changes of the old owner to the kernel are reverted by then, and no answer to it reaches the new owner."""
     old = sleeper(Capsule.create(directory))
     old.outlive()
 

@@ -238,7 +238,7 @@ os.kill(children[1].pid, signal.SIGSTOP)
 
 
 def test_processes_that_ran_before_the_dump_continue_and_no_others(criu_binary, capsule, home):
-    """Whatever session they are in; one that the user had stopped stays so."""
+    """The session does not matter; a process that the user had stopped stays so."""
     subject = Subject(capsule, home, CHILDREN)
     before = subject.report()
     pids = [capsule.host_pid, *sorted(capsule.other_processes())]

@@ -97,7 +97,7 @@ ORPHANS = {
 
 
 class TwoTrips:
-    """What `ORPHANS` were before, and after each of two dumps and restores."""
+    """The state of `ORPHANS` before, and after each of two dumps and restores."""
 
     def __init__(self, criu: Criu, home: Path) -> None:
         self.seen: list[dict[str, str]] = []
@@ -204,7 +204,7 @@ def test_an_orphan_that_ends_is_reaped(capsule, subject):
 
 
 def test_an_orphan_that_ends_while_it_is_saved(criu_binary, capsule, subject, directory):
-    """It is a zombie until its root process, which is stopped as all are, runs on."""
+    """The orphan is a zombie until its root process, which is stopped as all are, runs on."""
     criu = Criu(criu_binary.argv)
     pid = host_pid(capsule, int(subject.tell("pid, link = daemon(); answer = pid")))
     criu.dump(capsule, image(directory), timeout=60)
@@ -298,7 +298,7 @@ def test_a_program_that_cannot_be_run(capsule, monkeypatch, tmp_path):
 
 
 def test_the_program_travels_in_the_image(criu_binary, directory, monkeypatch, tmp_path):
-    """It is not there on another node, or the package was built anew."""
+    """The program is not there on another node, or the package was built anew."""
     monkeypatch.setattr(root_program, "data_directory", lambda name: tmp_path / "far" / name)
     with Capsule.create(directory) as capsule:
         subject = Subject(capsule)
@@ -317,7 +317,7 @@ def test_the_program_travels_in_the_image(criu_binary, directory, monkeypatch, t
 
 
 def test_a_restore_by_which_an_orphan_gets_another_parent_fails(criu_binary, directory, monkeypatch):
-    """As it would with a CRIU that forks the root in another way."""
+    """A CRIU that forks the root in another way would cause this."""
     with Capsule.create(directory) as capsule:
         subject = Subject(capsule)
         subject.tell(PRELUDE)

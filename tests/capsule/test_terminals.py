@@ -339,7 +339,7 @@ except OSError as error:
 
 
 async def test_a_kernel_comes_back_without_what_does_not_fit(kernel, monkeypatch, caplog):
-    """As from a dump by an earlier version, which did not count."""
+    """An earlier version, which did not count, could make such a dump."""
     await kernel.run(
         SETUP + "m, s = pty.openpty(); tty.setraw(s); n, t = pty.openpty(); tty.setraw(t); os.write(t, b'x')"
     )
@@ -374,7 +374,7 @@ async def test_a_dump_that_is_undone_keeps_unread_bytes(kernel, monkeypatch):
 
 
 async def test_a_dump_that_is_undone_keeps_dev_tty(kernel, monkeypatch):
-    """It is open by its terminal's own name for a dump."""
+    """A dump opens /dev/tty by its terminal's own name."""
     await kernel.run(
         SETUP + "m, s = pty.openpty(); t = os.open(os.ttyname(s), os.O_RDWR)\n"
         "c, o = os.open('/dev/tty', os.O_RDWR), os.open('/dev/tty', os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)\n"

@@ -49,7 +49,7 @@ def found(fd: int) -> dict[str, str]:
 
 
 def without_handles(monkeypatch) -> None:
-    """As for an ordinary user, who may not open files by their handles."""
+    """Simulates an ordinary user, who may not open files by their handles."""
     monkeypatch.setattr(watched_files._Search, "opened", lambda *_: "")
 
 

@@ -1,4 +1,4 @@
-"""How commands end: exit statuses, errors for people and for programs; and which options there are."""
+"""Ends of commands: exit statuses, errors for people and for programs; and the options there are."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_reader_that_ends_early_is_no_defect(configuration):
 
 
 def test_a_command_imports_only_what_it_needs(configuration):
-    """What the start takes; `docs/usage.md` promises nothing, but nobody waits a second for a list."""
+    """The start must stay short; `docs/usage.md` promises nothing, but nobody waits a second for a list."""
     program = """if True:
         import sys
         from jupyter_gpu_ckpt.cli import main

@@ -21,7 +21,7 @@ WIDE, NARROW = 200, 60
 
 
 def on_a_terminal(*arguments: str, columns: int = WIDE, **environment: str) -> str:
-    """What a command writes to a terminal."""
+    """Return the text that a command writes to a terminal."""
     pid, terminal = pty.fork()
     if pid == 0:
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))

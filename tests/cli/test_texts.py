@@ -1,4 +1,4 @@
-"""What people read, command by command, as `texts.txt` has it; nowhere else is a whole text compared.
+"""Texts for people, command by command, as `texts.txt` has them; nowhere else is a whole text compared.
 
 After a change that is meant, ``GPU_CKPT_WRITE_TEXTS=1 python -m pytest tests/cli/test_texts.py`` writes the file anew.
 """

@@ -105,7 +105,7 @@ def blocking(directory: Path, kernel_name: str = OURS) -> Iterator[Blocking]:
 
 
 def printed(client: BlockingKernelClient, code: str, timeout: float = 60) -> str:
-    """What the cell prints to stdout.  Fails if it raises."""
+    """Return the text that the cell prints to stdout.  Fails if the cell raises."""
     reply, outputs = executed(client, code, timeout)
     assert reply["status"] == "ok", reply
     return "".join(m["content"]["text"] for m in outputs if m["msg_type"] == "stream").strip()
@@ -135,7 +135,7 @@ def replies(client: BlockingKernelClient, count: int, timeout: float = 60) -> li
 
 
 def heard(client: BlockingKernelClient, sent: Iterable[str], timeout: float = 60) -> list[dict[str, Any]]:
-    """What comes over iopub until each request in ``sent`` has its idle, and what comes in a moment after."""
+    """Return the messages over iopub until each request in ``sent`` has its idle, and those of a moment after."""
     messages, running, deadline = [], set(sent), time.monotonic() + timeout
     while running:
         message = client.get_iopub_msg(timeout=deadline - time.monotonic())
@@ -146,7 +146,7 @@ def heard(client: BlockingKernelClient, sent: Iterable[str], timeout: float = 60
 
 
 def drained(get: Callable[..., dict[str, Any]], timeout: float = 0.2) -> list[dict[str, Any]]:
-    """Everything a channel has, up to a pause of ``timeout`` seconds.
+    """Return all messages of a channel, up to a pause of ``timeout`` seconds.
 
     For messages that must not come: only time shows that.
     """

@@ -19,7 +19,7 @@ def outputs_of(messages: list[dict], msg_id: str) -> list[dict]:
 
 
 def text_of(outputs: list[dict]) -> str:
-    """What was printed; ipykernel may send it in pieces."""
+    """Return the printed text; ipykernel may send it in pieces."""
     return "".join(output["content"]["text"] for output in outputs if output["msg_type"] == "stream")
 
 
@@ -86,7 +86,7 @@ def test_twenty_cells_sent_while_it_sleeps_are_run_in_order_and_once(blocking: B
 
 
 def test_an_error_in_a_queue_of_held_cells_aborts_those_behind_it(blocking: Blocking):
-    """As ipykernel does it for cells that a notebook sent by "Run all"."""
+    """Ipykernel aborts cells that a notebook sent by "Run all" in the same way."""
     client = blocking.connect()
     blocking.checkpoint()
     sent = [client.execute(code) for code in ("a = 1", "1 / 0", "a = 2", "a = 3")]

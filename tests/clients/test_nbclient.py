@@ -97,7 +97,7 @@ class Run:
 
 
 def outputs_of(notebook: nbformat.NotebookNode) -> list[dict[str, Any]]:
-    """What the run put into each cell.  When it ran is left out: that differs between any two runs."""
+    """Return the outputs of each cell.  Times are left out: they differ between any two runs."""
     return [
         {
             "source": cell.source,

@@ -1,4 +1,4 @@
-"""What CRIU wrote about a kernel's files: read, and rewritten so that a restore asks for no size."""
+"""CRIU's images of a kernel's files: read, and rewritten so that a restore asks for no size."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def refused(tmp_path, mirror: str, keyring: Path | None) -> str:
         ("unsigned", "9.9-1", {"signed": False}, "not signed"),
         ("altered", "9.9-1", {"signed": True, "altered": True}, "Hash Sum mismatch"),
         ("old", "4.1.1-1", {"signed": True}, "sid: has 4.1.1-1"),
-        ("without a CRIU in it", "9.9-1", {"signed": True}, "hold no CRIU"),
+        ("without a CRIU in it", "9.9-1", {"signed": True}, "contain no CRIU"),
     ],
 )
 def test_a_package_that_is_refused(archive, tmp_path, name, version, how, why):

@@ -48,7 +48,7 @@ class TreeDump:
         return vmas.read(self.directory, str(pid))[1]
 
     def shared(self, pid: int) -> list[tuple[int, int]]:
-        """What CRIU lets a process inherit, in MB above `BASE`."""
+        """Return the memory that CRIU lets a process inherit, in MB above `BASE`."""
         found = criu_walk(self.of(pid), self.of(self.parents[pid]))
         return [((one.start - BASE) // MB, (one.end - BASE) // MB) for one in found]
 

@@ -88,7 +88,7 @@ class TestCuda:
             Cuda(Refuses(1)).restore(os.getpid(), mapping)
 
     def test_the_reason_of_this_host(self):
-        """Whatever this host lacks has a name."""
+        """Each thing that this host lacks has a name."""
         with Cuda() as cuda:
             try:
                 cuda.available()

@@ -170,7 +170,7 @@ class TestHelper:
         assert helper.call("x.pid", timeout_s=20) != before
 
     def test_a_query_is_made_once_more_and_a_change_is_not(self, helper, tmp_path):
-        """Nobody knows whether the first of two changes was made."""
+        """The first of two changes may or may not have been made."""
         before = helper.call("x.pid", timeout_s=20)
         assert helper.call("cuda.state", timeout_s=20, died=str(tmp_path / "asked")) not in (before, None)
         with pytest.raises(HelperGone):

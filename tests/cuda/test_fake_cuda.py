@@ -1,4 +1,4 @@
-"""What the fake driver adds to the contract: how the real one destroys a process, and levers for other tests.
+"""Additions of the fake driver to the contract: how the real one destroys a process, and levers for other tests.
 
 The destructions were measured on the real driver; ``tests/gpu`` measures them again.
 """

@@ -22,7 +22,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: run the test
 
 @pytest.fixture(scope="module")
 def criu(tmp_path_factory):
-    """Where the variable must point for a fit CRIU: the host's own, or one unpacked for these tests."""
+    """The variable's value for a fit CRIU: the host's own, or one unpacked for these tests."""
     try:
         return install.find().argv[-1]
     except CriuMissing:

@@ -1,4 +1,4 @@
-"""What the fault tests share: a kernel with something to lose, and the promise that each fault must keep."""
+"""Common parts of the fault tests: a kernel with something to lose, and the promise that each fault must keep."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def killed(pid: int) -> None:
 @with_family("shared")
 @pytest.mark.parametrize(("step", "edge"), POINTS)
 async def test_a_child_killed_at_any_step(shared, step, edge):
-    """It is dead in the kernel, or lives again in the image; nobody else is harmed."""
+    """The child is dead in the kernel, or lives again in the image; no other process is harmed."""
     await brought_to_run(shared)
     pid = await victim(shared)
     with at_point(shared, step, edge, lambda: killed(pid)) as done:

@@ -30,7 +30,7 @@ from jupyter_gpu_ckpt.errors import CudaUnavailable, GpuCkptError, ImageError
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import engine
 from jupyter_gpu_ckpt.kernel.orphans import find_orphans
-from jupyter_gpu_ckpt.lifecycle import plans
+from jupyter_gpu_ckpt.lifecycle import host_memory, plans
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.testing.fake_helper import FakeHelper
 from jupyter_gpu_ckpt.testing.fake_host import FakeHost, allocation_cell, install
@@ -144,7 +144,7 @@ def killing(subject: Subject, pids, step: str, edge: str) -> list[int]:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("verb", "step", "edge"), POINTS)
 async def test_the_helper_killed_at_any_step(shared, verb, step, edge):
-    """It is started anew by the next call.  With device memory: below, test_lifecycle_fake_cuda.py and tests/gpu."""
+    """The next call starts the helper anew.  With device memory: below, test_lifecycle_fake_cuda.py and tests/gpu."""
     cuda = shared.kernel.lifecycle.engine.cuda
 
     def pids() -> list[int]:
@@ -202,7 +202,7 @@ async def on_gpu(tmp_path_factory, criu_binary):
 def on_the_gpu(subject: Subject, host: FakeHost) -> int:
     """Bytes that are taken there."""
     if subject.kernel.lifecycle.capsule is not None:
-        subject.kernel.lifecycle.device_bytes()  # the fake learns of a process as it is asked for it
+        host_memory.device_bytes(subject.kernel.lifecycle.kernel)  # the fake learns of a process as it is asked for it
     host.call("nvml.gpus", timeout_s=20)  # and of its end
     return host.gpus[GPU] - host.free(GPU)
 
@@ -266,7 +266,7 @@ KERNEL_POINTS = [point for point in POINTS if point[0] == "checkpoint"]
 @alone_and_with_family("subject")
 @pytest.mark.parametrize(("verb", "step", "edge"), KERNEL_POINTS)
 async def test_the_kernel_killed_at_any_step(subject, verb, step, edge):
-    """Who kills the kernel kills the agent in it.  Published or lost: nothing in between, and never silent."""
+    """The agent in the kernel dies with it.  Published or lost: nothing in between, and never silent."""
     pid = subject.capsule.host_pid
     killing(subject, lambda: [pid] if subject.kernel.lifecycle.capsule else [], step, edge)
     try:

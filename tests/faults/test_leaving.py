@@ -147,7 +147,7 @@ async def test_the_kernel_killed_in_the_middle_of_a_dump(heavy):
 
 @pytest.mark.parametrize("step", ["drain", "quiesce", "disconnect", "publish"])
 async def test_the_kernel_killed_just_before_a_step(subject, step):
-    """Whatever waits for an answer of the kernel hears of its end at once; a published image outlives its process."""
+    """All who wait for an answer of the kernel hear of its end at once; a published image outlives its process."""
     pid = subject.capsule.host_pid
 
     def kill(event) -> None:

@@ -176,7 +176,7 @@ def hold_all_pipes(held: contextlib.ExitStack) -> None:
 
 @pytest.mark.torture
 def test_fifty_kernels_at_once(criu_binary, tmp_path):
-    """As an ordinary user a quarter of them were refused."""
+    """For an ordinary user a quarter of them were refused."""
     with kernels(tmp_path, 50) as all_of_them:
         for _ in range(4):
             with ThreadPoolExecutor(50) as threads:

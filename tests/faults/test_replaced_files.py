@@ -231,7 +231,7 @@ async def test_a_kernel_can_be_ended_that_waits_for_a_named_pipe_created_after_t
 
 
 def wchan(pid: int) -> str:
-    """Where in Linux a process waits (proc_pid_wchan(5)); empty when it has gone."""
+    """Return where in Linux a process waits (proc_pid_wchan(5)); empty when it has gone."""
     try:
         return Path(f"/proc/{pid}/wchan").read_text()
     except OSError:
@@ -388,7 +388,7 @@ async def test_what_a_killed_restore_has_left_is_in_nobodys_way(subject, home):
 
 
 async def test_a_dump_that_was_killed_leaves_no_name(subject, monkeypatch):
-    """Whatever was there before it stays, also of the same file: it may be of another kernel's image."""
+    """A file that was there before stays, also where it is the same file: it may be of another kernel's image."""
     directory = await deleted(subject)
     lifecycle = subject.kernel.lifecycle
     before, ours, other = (directory / f"link_remap.{number}" for number in (7, 8, 9))

@@ -310,7 +310,7 @@ async def test_a_shutdown_in_the_middle_of_a_restore_does_not_wait_for_it(subjec
 @pytest.mark.parametrize("edge", ["started", "completed"])
 @pytest.mark.parametrize("step", ["match", "reserve", "criu_restore", "connect", "thaw"])
 async def test_a_shutdown_at_any_step_of_a_restore(subject, step, edge):
-    """Whatever the verb is doing: it takes no further step, and no process is left."""
+    """The verb takes no further step, and no process is left."""
     image = await subject.provisioner.checkpoint()
     ended: list[asyncio.Future[None]] = []
     loop = asyncio.get_running_loop()
@@ -358,7 +358,7 @@ async def test_the_kernel_killed_just_before_its_image_is_deleted(subject, step,
 
 @pytest.mark.parametrize("step", ["connect", "thaw"])
 async def test_the_kernel_killed_before_it_answered(subject, step):
-    """It was restored and then ended, before a client had heard of it: the image is still there, and tried again."""
+    """The kernel was restored, then ended before a client had heard of it: its image is there, and tried again."""
     await subject.provisioner.checkpoint()
 
     def kill(event) -> None:
@@ -404,7 +404,7 @@ async def test_a_kernel_killed_while_suspended_is_seen_by_polling_alone(subject)
 
 
 async def test_the_rest_of_the_directory_stays_small(subject):
-    """What a failed restore may leave: the logs of its capsule, nothing that grows."""
+    """A failed restore may leave the logs of its capsule, nothing that grows."""
     await subject.run("log = open('grows.log', 'w'); _ = log.write('1'); log.flush()")
     await subject.provisioner.checkpoint()
     log = subject.directory / "grows.log"

@@ -144,7 +144,7 @@ async def test_a_kernel_can_be_ended_whatever_its_directory_is_like(subject, pla
 
 
 async def test_a_listener_that_raises_stops_no_plan(subject):
-    """Whatever listens to the states and steps of a kernel: the verb goes through."""
+    """The verb goes through, for each kind of listener to a kernel's states and steps."""
 
     def broken(_) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

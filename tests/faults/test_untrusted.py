@@ -99,7 +99,7 @@ async def test_nothing_that_is_not_trusted_reaches_criu(subject, monkeypatch):
 
 
 async def test_memory_that_is_not_what_was_saved_runs_not_one_instruction(subject, tmp_path):
-    """It is still being proved while CRIU copies it: the processes are there, stopped, until it is."""
+    """The memory is still being verified while CRIU copies it: the processes are there, stopped, until then."""
     ticks = tmp_path / "ticks"
     await subject.run(
         "import threading, time\n"
@@ -118,7 +118,7 @@ async def test_memory_that_is_not_what_was_saved_runs_not_one_instruction(subjec
 
 
 async def test_an_image_put_back_after_its_kernel_woke(subject, tmp_path):
-    """Who kept a copy cannot bring the kernel back twice: a later image is another generation."""
+    """A kept copy cannot bring the kernel back twice: a later image is another generation."""
     first = await subject.provisioner.checkpoint()
     shutil.copytree(first.path, tmp_path / "copy")
     await subject.wakes()

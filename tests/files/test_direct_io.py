@@ -14,7 +14,7 @@ LENGTHS = (0, 1, 511, 4095, 4096, 4097, 3 * 4096, (1 << 20) + 5)
 
 @pytest.fixture(params=["direct", "refused", "short"])
 def way(request, monkeypatch):
-    """As the file system likes it; as one that refuses it; and with fewer bytes at a time than asked for."""
+    """Ways of a file system: as it likes it; refusing it; and with fewer bytes at a time than asked for."""
     if request.param == "refused":
         opened = os.open
 

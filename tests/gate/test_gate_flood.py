@@ -1,4 +1,4 @@
-"""Who has no key cannot fill the server's memory: neither by not reading, nor by sending."""
+"""Clients without the key cannot fill the server's memory: neither by not reading, nor by sending."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_reader_that_does_not_read_is_dropped_and_the_others_miss_nothing(
 
 
 def test_a_reader_that_is_only_slow_to_begin_misses_nothing(own_world, tmp_path, caplog) -> None:
-    """As a server whose event loop is busy for a moment."""
+    """A server whose event loop is busy for a moment is such a reader."""
     world = own_world
     world.up()
     client = world.client(hb=False)
@@ -149,7 +149,7 @@ def test_a_reader_that_is_only_slow_to_begin_misses_nothing(own_world, tmp_path,
 
 
 def test_outputs_go_on_after_a_reader_was_far_behind(own_world, tmp_path, caplog, monkeypatch) -> None:
-    """What is too much is dropped, and said; the cell's end is not."""
+    """The excess is dropped, and said; the cell's end is not."""
     for name, value in {"BEHIND": 4 * MIB, "FAR_BEHIND": 8 * MIB, "MOST_HELD": 4 * MIB, "PATIENCE": 60}.items():
         monkeypatch.setattr(readers, name, value)
     world = own_world

@@ -1,4 +1,4 @@
-"""What the kernel asks through the gate, and how it is answered while a cell runs."""
+"""The kernel's questions through the gate, and their answers while a cell runs."""
 
 from __future__ import annotations
 

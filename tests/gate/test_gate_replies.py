@@ -1,4 +1,4 @@
-"""What a gate says in its kernel's name, without a kernel: above all when it does not know yet what the kernel does."""
+"""Replies of a gate in its kernel's name, without a kernel: above all while it does not know the kernel's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests on a real GPU share: skipping where there is none, and a place for what they measure."""
+"""Common parts of the tests on a real GPU: skipping where there is none, and a file for their measurements."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def record(request):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """What the kernels of a failed test wrote to their raw stderr is a part of its report: a crash's trace, say."""
+    """Add the kernels' raw stderr (a crash's trace, say) to the report of a failed test."""
     report = yield
     if report.failed and (directory := getattr(item, "funcargs", {}).get("tmp_path")):
         for path in sorted(directory.rglob(RAW_OUTPUT)):

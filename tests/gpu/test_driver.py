@@ -350,6 +350,6 @@ class TestTheHelper:
             helper.close()
 
     def test_starting_it(self, record):
-        """What every fresh process pays, and one long-lived helper does not."""
+        """The cost for every fresh process, which one long-lived helper does not have."""
         with Cuda() as cuda:
             record(seconds={"first": timed(cuda.available), "second": timed(cuda.available)})

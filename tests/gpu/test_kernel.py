@@ -149,7 +149,7 @@ async def test_blocks_nobody_uses_are_not_saved(kernel, record):
 
 @pytest.mark.parametrize("call", [1, 30, 90, 200, 350, 500, 700])
 async def test_criu_killed_while_it_dumps_a_kernel_that_was_on_the_gpu(kernel, record, monkeypatch, call):
-    """As CRIU enters its ``call``-th ptrace: the driver's threads go on too, and the device has its memory back."""
+    """CRIU enters its ``call``-th ptrace: the driver's threads go on too, and the device has its memory back."""
     await kernel.run("import torch; x = torch.arange(1 << 24, device='cuda'); total = x.sum().item()")
     criu = kernel.lifecycle.engine.criu
     with monkeypatch.context() as patch:
@@ -243,7 +243,7 @@ async def test_work_that_was_submitted_before_is_finished_first(kernel):
 
 
 async def test_dataloader_workers_go_on_in_the_middle_of_an_epoch(kernel, record):
-    """What they have inherited of the GPU is taken from them by a checkpoint, and by a suspend not."""
+    """A checkpoint takes from the workers the device files they have inherited; a suspend does not."""
     await kernel.run(
         "import torch\nx = torch.ones(3, device='cuda')\n"
         "loader = iter(torch.utils.data.DataLoader(range(1000), num_workers=2, persistent_workers=True))\n"

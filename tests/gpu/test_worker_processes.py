@@ -9,7 +9,7 @@ import pytest
 from harness import alive, notebook
 
 from jupyter_gpu_ckpt.cuda.cuda import CudaState
-from jupyter_gpu_ckpt.lifecycle import cuda_processes
+from jupyter_gpu_ckpt.lifecycle import cuda_processes, host_memory
 from jupyter_gpu_ckpt.lifecycle.plans import State
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -95,13 +95,13 @@ async def test_workers_that_were_spawned_leave_the_gpu_and_come_back(workers, re
     for _ in range(2):
         pids = [*using(workers)]
         assert len(pids) == 2 + own
-        before = sum(workers.lifecycle.device_bytes().values())
+        before = sum(host_memory.device_bytes(workers.lifecycle.kernel).values())
         assert before > 2 * BYTES
         await getattr(workers.provisioner, verb)()
         record(out=workers.steps.seconds(), held_mib=before >> 20)
         if verb == "suspend":
             assert set(using(workers).values()) == {CudaState.CHECKPOINTED}
-            assert workers.lifecycle.device_bytes() == {}
+            assert host_memory.device_bytes(workers.lifecycle.kernel) == {}
         else:
             assert alive(pids) == []
         assert json.loads(await workers.run("print(json.dumps(ask()))")) == digests

@@ -1,4 +1,4 @@
-"""Whether a command printed what a page shows: letter by letter, but for what differs from one time to the next.
+"""Comparison of a command's output with a page: letter by letter, but for what differs from one time to the next.
 
 Times, sizes and versions are of the day.  Numbers that name something (pids, images, kernels) differ, too, but the same
 name on the page must be the same name on the machine: a process that the page shows twice is the same one.
@@ -33,7 +33,7 @@ class Comparison:
         self._names: dict[tuple[str, str], str] = {}
 
     def difference(self, shown: str, printed: str) -> str | None:
-        """What is wrong with ``printed``, where the page has ``shown``; None if nothing is."""
+        """Return the difference of ``printed`` from ``shown``, the page's text; None if there is none."""
         wanted, found = _lines(shown), _lines(printed)
         names: dict[tuple[str, str], str] = {}
         pattern = _pattern(wanted, self._names, names)

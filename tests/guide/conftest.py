@@ -1,4 +1,4 @@
-"""What the tests of a page need beside what lies here."""
+"""Fixtures that the tests of a page need beside what lies here."""
 
 from __future__ import annotations
 

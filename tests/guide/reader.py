@@ -44,7 +44,7 @@ class Reader:
             self.close()
 
     def follow(self, step: Step) -> str | None:
-        """What is wrong; None if all is as the page says."""
+        """Return the first difference from the page; None if all is as the page says."""
         if isinstance(step, File):
             path = self._machine.root / step.path.lstrip("/")
             path.write_text(step.text)

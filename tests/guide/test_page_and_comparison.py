@@ -1,4 +1,4 @@
-"""What the guide's test reads from a page, and what it takes for the same output."""
+"""The guide's tests' reading of a page, and their comparison of outputs."""
 
 from __future__ import annotations
 

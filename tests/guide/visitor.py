@@ -65,7 +65,7 @@ class Visitor:
         until(self._saved, "the notebook is saved", timeout=PATIENCE / 1000)
 
     def _saved(self) -> bool:
-        """What the kernel says of itself may come after the save, and is not saved then: its user saves again."""
+        """Return whether the notebook is saved; if not, save it again: a report of the kernel may come after a save."""
         from playwright.sync_api import TimeoutError as NotYet
 
         with contextlib.suppress(NotYet):

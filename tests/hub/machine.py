@@ -112,7 +112,7 @@ class Machine:
         self.init = init_of(self._process.pid)
 
     def run(self, *argv: str | Path, env: Mapping[str, str] | None = None, timeout: float = 60) -> str:
-        """What a program prints that runs here as root.  It must end well."""
+        """Return the output of a program that runs here as root.  It must end well."""
         done = subprocess.run(
             [*enter(self.init), *map(str, argv)],
             stdout=subprocess.PIPE,
@@ -157,7 +157,7 @@ class Machine:
         return [line.split(None, 1)[1] for line in text.splitlines() if line.split()[0] == str(user.uid)]
 
     def close(self) -> None:
-        """Everything that runs here ends."""
+        """End all processes that run here."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:

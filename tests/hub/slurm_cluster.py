@@ -58,7 +58,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True)
 class Node:
-    """What a node is said to be in slurm.conf: its features, and its GPUs (a type and how many).
+    """A node's description in slurm.conf: its features, and its GPUs (a type and how many).
 
     ``weight``: of nodes that will do, Slurm takes the one with the lowest.
     """

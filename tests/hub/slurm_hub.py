@@ -89,7 +89,7 @@ class Hub:
         until(lambda: not self.cluster.jobs(), "its job has ended", timeout=PATIENCE, longest=LOOK)
 
     def node(self) -> str:
-        """Where the user's server runs."""
+        """Return the node of the user's server."""
         ((_, name),) = self.cluster.jobs()
         return name
 

@@ -14,12 +14,12 @@ kubespawner = pytest.importorskip("kubespawner", reason="pip install 'jupyter_gp
 
 
 class Spawner(CheckpointMixin, SpawnMessagesMixin, kubespawner.KubeSpawner):
-    """As docs/admin/k8s/values.yaml has it."""
+    """A spawner configured as in docs/admin/k8s/values.yaml."""
 
     silent = False
 
     async def _drain(self) -> float:
-        """What `test_spawner` tests, with the answers of a server."""
+        """Drain as `test_spawner` tests it, with the answers of a server."""
         if self.silent:
             raise ServerSilent("It does not answer.")
         return 15.0

@@ -59,7 +59,7 @@ def slurm(name: str = "ada", kind=None, **traits):
 
 
 async def messages(spawner) -> list[str]:
-    """What a page that is opened now shows of ours."""
+    """Return our messages on a page that is opened now."""
     page = spawner.progress()
     try:
         shown = []

@@ -155,7 +155,7 @@ def test_without_a_matching_node_a_kernel_sleeps_on_and_its_user_sees_why(at_hom
 
 
 def test_kernels_that_were_on_a_gpu_get_gpus_of_their_model(at_home):
-    """What a server on a GPU node would have published: there is no GPU here, and Slurm does not look for one."""
+    """A server on a GPU node would have published this: there is no GPU here, and Slurm does not look for one."""
     site = at_home
     gpus = (GpuModel("NVIDIA A100-SXM4-80GB", 80 << 30),)
     published = site.place / "placement" / site.user.name / FILE

@@ -49,7 +49,7 @@ class Quiet(Spawner):
 
 
 class Mine(CheckpointMixin, Quiet):
-    """As an administrator would write it."""
+    """A spawner as an administrator would write it."""
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ TROUBLE = ["raises", "takes too long", "is silent"]
 
 @pytest.mark.parametrize("trouble", TROUBLE)
 async def test_a_server_that_does_not_come_up_is_stopped_without_a_word(ann, double, trouble):
-    """It has no awake kernels; asking it would take a minute, and its end two more."""
+    """The server has no awake kernels; asking it would take a minute, and its end two more."""
     made = spawner(ann, double)
     await fail(made, trouble)
     await made.stop()
@@ -209,7 +209,7 @@ async def test_what_a_user_is_to_read_is_kept_for_the_next_start(ann, double, tr
 
 
 async def test_a_page_that_is_open_before_the_start_shows_it_too(ann, double):
-    """What comes before (a hook that asks a scheduler) may take its time."""
+    """A hook before the start (one that asks a scheduler) may take its time."""
     made = spawner(ann, double)
     await made.stop()
     page = made.progress()

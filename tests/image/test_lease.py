@@ -238,7 +238,7 @@ def in_a_container():
 
 
 def test_a_claim_of_a_container_that_was_killed_is_void(image, in_a_container):
-    """Nobody here can look for its process; the lock on the claim went with it."""
+    """The claim's process cannot be looked for from here; the lock on the claim went with it."""
     container = in_a_container(image.path, "held")
     for _ in range(2):
         with pytest.raises(ImageBusy, match="runs on"), image.lease():

@@ -184,7 +184,7 @@ def test_the_reservation_of_a_killed_server_is_free_at_once(store):
 
 
 def test_a_reservation_whose_lock_cannot_be_tried_counts(store):
-    """As on a file system that is read only just now."""
+    """A file system that is read only just now is such a case."""
     bounded = limited(store, bytes=10)
     draft = bounded.begin("first", 9)
     draft._lock.release()

@@ -6,6 +6,7 @@ import pytest
 from harness import notebook
 
 from jupyter_gpu_ckpt.errors import QuotaExceeded
+from jupyter_gpu_ckpt.lifecycle import suspend
 
 
 async def test_a_kernel_over_the_quota_runs_on(tmp_path, runtime_base, criu_binary):
@@ -17,7 +18,7 @@ async def test_a_kernel_over_the_quota_runs_on(tmp_path, runtime_base, criu_bina
         assert caught.value.details["allowed"] == 1 << 20 < caught.value.details["needed"]
         assert [step for step, _ in kernel.steps.seconds().items()] == []
         assert [path.name for path in (tmp_path / "images").iterdir()] == []
-        findings = kernel.lifecycle.findings()
+        findings = suspend.findings(kernel.lifecycle.kernel)
         assert [finding.code for finding in findings if finding.blocks] == ["QUOTA_EXCEEDED"]
         assert await kernel.run("print(x + 1)") == "42"
 

@@ -1,4 +1,4 @@
-"""What goes when there is too much, and what never does."""
+"""Images that are removed when there are too many, and those that never are."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ ADA, BOB = 54321, 54322
 
 @pytest.fixture
 def named(tmp_path):
-    """What an administrator has set for everybody: as ``/tmp``."""
+    """The directory that an administrator has set for everybody: as ``/tmp``."""
     path = tmp_path / "images"
     path.mkdir()
     path.chmod(0o1777)

@@ -1,4 +1,4 @@
-"""Which command lines get the agent, and what is left of them."""
+"""Command lines that get the agent, and their remainder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel is answered, without a kernel."""
+"""Answers to a kernel's requests, without a kernel."""
 
 from __future__ import annotations
 

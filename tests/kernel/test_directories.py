@@ -1,4 +1,4 @@
-"""Where the kernels' sockets lie: found again by the next server, and nobody else's to take first."""
+"""Directories of the kernels' sockets: found again by the next server, and nobody else's to take first."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_session_has_one(temporary, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 def test_somebody_elses_session_is_not_ours(temporary, tmp_path, monkeypatch):
-    """As with `sudo -E`: root may write there, and its user may move what lies there away."""
+    """With `sudo -E` root may write there, and its user may move what lies there away."""
     taken(tmp_path / "run")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     assert directories.default_runtime_base().parent == temporary

@@ -248,7 +248,7 @@ async def test_a_kernel_that_was_shut_down_is_nobodys_orphan_where_its_image_is_
 
 
 async def said(kernel: Notebook, code: str) -> str:
-    """What a cell printed on stderr."""
+    """Return the text that a cell printed on stderr."""
     printed = []
 
     def collect(message) -> None:

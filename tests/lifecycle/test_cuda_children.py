@@ -28,7 +28,7 @@ from jupyter_gpu_ckpt.cuda.cuda import INVALID_VALUE
 from jupyter_gpu_ckpt.cuda.fastpath import Amounts, FastPath
 from jupyter_gpu_ckpt.errors import CriuError
 from jupyter_gpu_ckpt.image.draft import Draft
-from jupyter_gpu_ckpt.lifecycle import cuda_processes, dump
+from jupyter_gpu_ckpt.lifecycle import cuda_processes, dump, host_memory, suspend
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, OPERATING_SYSTEM, RUNNING, FakeCuda, FakeProcess
@@ -109,14 +109,14 @@ def family(criu_binary, tmp_path):
 
 def test_the_kernel_and_its_children_leave_the_gpus_together_and_come_back(family):
     free = {uuid: family.driver.free(uuid) for uuid in (A, B)}
-    assert family.lifecycle.device_bytes() == {A: 80 * MIB, B: 30 * MIB}
-    assert [each for each in family.lifecycle.findings(writes=False) if each.blocks] == []
+    assert host_memory.device_bytes(family.lifecycle.kernel) == {A: 80 * MIB, B: 30 * MIB}
+    assert [each for each in suspend.findings(family.lifecycle.kernel, writes=False) if each.blocks] == []
     for _ in range(2):
         family.lifecycle.suspend()
         family.sleeps(State.SUSPENDED)
         family.in_state(CHECKPOINTED, CHECKPOINTED, CHECKPOINTED)
         assert (family.driver.free(A), family.driver.free(B)) == (100 * MIB, 100 * MIB)
-        assert family.lifecycle.device_bytes() == {}
+        assert host_memory.device_bytes(family.lifecycle.kernel) == {}
         family.lifecycle.resume()
         family.runs_on()
         assert free == {uuid: family.driver.free(uuid) for uuid in (A, B)}
@@ -209,11 +209,11 @@ def test_device_files_that_a_child_has_inherited_are_taken_from_it(family, first
     fake = family.fakes[COMMANDS[2]]
     fake.device_files, fake.inherited = {"/dev/nvidiactl", "/dev/nvidia0"}, inherited
     expected = set() if inherited else {"CHILD_PROCESSES"}
-    assert {finding.code for finding in family.lifecycle.findings() if finding.blocks} == expected
-    assert [each for each in family.lifecycle.findings(writes=False) if each.blocks] == []
+    assert {finding.code for finding in suspend.findings(family.lifecycle.kernel) if finding.blocks} == expected
+    assert [each for each in suspend.findings(family.lifecycle.kernel, writes=False) if each.blocks] == []
     if first != "checkpoint":
         family.lifecycle.suspend()
-        assert {finding.code for finding in family.lifecycle.findings() if finding.blocks} == expected
+        assert {finding.code for finding in suspend.findings(family.lifecycle.kernel) if finding.blocks} == expected
     if first == "suspend by an owner that is gone":
         family.lifecycle.kernel.inherited = {}
     if not inherited or "gone" in first:
@@ -293,7 +293,7 @@ class Forking(Rig):
         return int(path.read_text() or 0) if path.exists() else 0
 
     def has(self) -> set[str]:
-        """What the workers have open and mapped."""
+        """Return the workers' open and mapped files."""
         pids = self.worker_pids()
         names = {name for pid in pids for _, name in procfs.links(pid)}
         return names | {mapping.name for pid in pids for mapping in procfs.maps(pid)}
@@ -328,7 +328,7 @@ def test_a_forked_child_goes_on_without_what_it_has_inherited(forking):
     for _ in range(2):
         forking.lifecycle.suspend()
         forking.lifecycle.resume()
-        assert [each for each in forking.lifecycle.findings() if each.blocks] == []
+        assert [each for each in suspend.findings(forking.lifecycle.kernel) if each.blocks] == []
     forking.lifecycle.suspend()
     assert forking.place in forking.has(), "a suspend does not touch it"
     for _ in range(2):
@@ -357,7 +357,7 @@ def test_a_worker_that_forks_while_the_kernel_is_suspended(forking, of):
         forking.runs_on()
         forking.counts_on()
         return
-    assert [each for each in forking.lifecycle.findings() if each.blocks] == []
+    assert [each for each in suspend.findings(forking.lifecycle.kernel) if each.blocks] == []
     for _ in range(2):
         forking.lifecycle.checkpoint()
         forking.lifecycle.wake()
@@ -417,7 +417,7 @@ def test_what_a_dump_that_was_taken_back_has_lost_is_in_its_error(forking, monke
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
 def test_a_child_is_killed_in_the_middle(family, monkeypatch, verb, op, when):
-    """That is no failure: the others go on without it."""
+    """The end of a child is no failure: the others go on without it."""
     call, killed = family.driver.call, []
 
     def kills(asked: str, *, lane: int | None = None, **args):
@@ -452,7 +452,7 @@ def test_a_child_that_ends_during_preflight_and_is_not_waited_for_prevents_nothi
     os.kill(family.pid, signal.SIGSTOP)  # else it would be waited for
     monkeypatch.setattr(family.driver, "call", kills)
     try:
-        assert [finding.code for finding in family.lifecycle.findings() if finding.blocks] == []
+        assert [finding.code for finding in suspend.findings(family.lifecycle.kernel) if finding.blocks] == []
     finally:
         os.kill(family.pid, signal.SIGCONT)
 
@@ -470,7 +470,7 @@ def test_a_suspended_child_that_is_killed_is_gone_and_the_rest_comes_back(family
 
 @pytest.mark.parametrize("nccl", [False, True])
 def test_a_driver_that_does_not_answer_for_one_process_while_another_is_locked(family, monkeypatch, nccl):
-    """As of two NCCL ranks: the lock of the second ends only when the first is unlocked, and nobody may wait for it."""
+    """Two NCCL ranks are such processes: the lock of the second ends only when the first is unlocked."""
     shared, call, over = FakeHelper(family.driver), family.driver.call, threading.Event()
     hangs = family.pids()[COMMANDS[1]]
 
@@ -507,7 +507,9 @@ def test_a_driver_that_does_not_answer_for_one_process_while_another_is_locked(f
 
 def test_processes_that_communicate_by_nccl_are_refused_before_they_are_disturbed(family):
     family.fakes[COMMANDS[2]].nccl = family.fakes[COMMANDS[0]].nccl = True
-    assert [each.code for each in family.lifecycle.findings() if each.blocks] == [], "one is a fork without CUDA"
+    assert [each.code for each in suspend.findings(family.lifecycle.kernel) if each.blocks] == [], (
+        "one is a fork without CUDA"
+    )
     family.fakes[COMMANDS[1]].nccl = True
     for verb in ("suspend", "checkpoint"):
         assert family.fails(verb, "NCCL_PEERS").details["pids"] == family.children
@@ -522,7 +524,9 @@ def test_device_memory_that_the_kernel_shares_with_its_children_is_refused(famil
     family.runs_on()
     for command in COMMANDS[:2]:
         family.kill(command)
-    assert [each.code for each in family.lifecycle.findings() if each.blocks] == [], "nobody is left to share it with"
+    assert [each.code for each in suspend.findings(family.lifecycle.kernel) if each.blocks] == [], (
+        "nobody is left to share it with"
+    )
 
 
 @pytest.mark.parametrize("away", ["suspend", "checkpoint"])

@@ -209,7 +209,7 @@ async def test_a_kernel_that_exits_by_itself_is_dead_with_its_status(kernel):
 
 
 async def test_raw_output_goes_on_into_a_file_that_was_closed_after_the_start(tmp_path, runtime_base, criu_binary):
-    """As of a kernel's log that jupyter_client's caller opened: `subprocess.Popen` needs the file no longer, either."""
+    """The log of a kernel that jupyter_client's caller opened is closed so: `subprocess.Popen` needs it no longer."""
     output = tmp_path / "kernel.log"
     async with notebook(tmp_path, runtime_base, raw_output=output) as kernel:
         for number in range(2):
@@ -259,7 +259,7 @@ async def test_the_kernel_ignores_no_signal_that_python_would_not(kernel):
 
 
 async def test_an_owner_that_adopts_a_kernel_changes_nothing_that_it_sees(kernel):
-    """It has nothing to repair in one that runs."""
+    """The owner of a kernel that runs has nothing to repair."""
     mounts = "print(open('/proc/self/mountinfo').read())"
     before = await kernel.run(mounts)
     assert resume.repair(kernel.lifecycle.kernel, kernel.lifecycle.capsule) is plans.State.RUNNING

@@ -102,7 +102,7 @@ async def test_an_awake_kernel_leaves_no_shared_memory(kernel, end):
 
 
 async def test_a_stock_kernel_leaves_none_either(tmp_path):
-    """What all of this is measured by."""
+    """The measure for all other tests here."""
     manager = AsyncKernelManager(kernel_name="python3", connection_file=str(tmp_path / "connection.json"))
     await manager.start_kernel(env=dict(os.environ, IPYTHONDIR=str(tmp_path / "ipython")), cwd=str(tmp_path))
     client = manager.client()
@@ -201,7 +201,7 @@ async def test_a_kernel_that_is_killed_as_it_wakes_has_its_shared_memory_when_it
 
 
 async def test_a_kernel_that_is_killed_after_its_dump_has_no_image_without_its_settings(kernel, monkeypatch):
-    """What CRIU does not save is read from the stopped process, and there is nothing to read any more."""
+    """The settings that CRIU does not save are read from the stopped process, and there is nothing to read any more."""
     await kernel.run("import os; os.sched_setaffinity(0, {0})")
     inspect, write = Capsule.inspect, Criu.dump
 

@@ -15,6 +15,7 @@ from jupyter_gpu_ckpt.criu import shared_pages, vmas
 from jupyter_gpu_ckpt.criu.shared_pages import SharedPages
 from jupyter_gpu_ckpt.errors import ImageDamaged, NoSpace, RuntimeDirectory, UnprovenState
 from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.lifecycle import host_memory
 from jupyter_gpu_ckpt.transfer import archive
 from jupyter_gpu_ckpt.transfer.remote import Remote
 
@@ -316,7 +317,7 @@ async def test_from_the_cold_tier(tmp_path, runtime_base, criu_binary):
 
 async def test_a_quota_and_a_disk_with_space_for_shared_pages_once(tmp_path, runtime_base, criu_binary, monkeypatch):
     async with forked(tmp_path, runtime_base, image_quota=260 * MB) as kernel:
-        resident = kernel.lifecycle.resident()
+        resident = host_memory.resident(kernel.lifecycle.kernel)
         assert resident > 400 * MB
         monkeypatch.setattr(Store, "free", lambda _: resident)  # and not what an image has beside memory
         await kernel.provisioner.checkpoint()

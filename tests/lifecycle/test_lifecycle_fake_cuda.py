@@ -109,7 +109,7 @@ class Rig:
             pass
 
     def sleeps(self, state: State) -> None:
-        """It is away, unharmed, and the next message wakes it."""
+        """Assert that the kernel is away, unharmed, and that the next message wakes it."""
         assert self.lifecycle.state is state
         assert not self.gate.serves
         assert not self.fake.ruined
@@ -170,8 +170,8 @@ def states(pid: int) -> set[str]:
 def test_a_child_with_device_files_does_not_matter_to_a_suspend(parent):
     (child,) = parent.lifecycle.capsule.other_processes()
     parent.driver.processes[child].nvml = True
-    assert [each.code for each in parent.lifecycle.findings() if each.blocks] == ["CHILD_PROCESSES"]
-    assert [each.code for each in parent.lifecycle.findings(writes=False) if each.blocks] == []
+    assert [each.code for each in suspend.findings(parent.lifecycle.kernel) if each.blocks] == ["CHILD_PROCESSES"]
+    assert [each.code for each in suspend.findings(parent.lifecycle.kernel, writes=False) if each.blocks] == []
     assert "it has open device files of the GPU" in parent.fails("checkpoint", "CHILD_PROCESSES").message
     parent.runs_on()
     parent.lifecycle.suspend()
@@ -394,7 +394,7 @@ def test_memory_of_a_kind_the_driver_cannot_save(rig):
 
 def test_a_refusal_of_the_driver_has_its_reason(rig):
     def codes() -> set[str]:
-        return {finding.code for finding in rig.lifecycle.findings() if finding.blocks}
+        return {finding.code for finding in suspend.findings(rig.lifecycle.kernel) if finding.blocks}
 
     assert codes() == set()
     rig.fake.mps = True
@@ -429,7 +429,7 @@ def test_a_driver_that_is_too_old_is_found_before_the_kernel_is_disturbed(parent
     monkeypatch.setattr(parent.driver, "call", too_old)
     (child,) = parent.lifecycle.capsule.other_processes()
     parent.driver.processes[child].cuda = True
-    assert [each.code for each in parent.lifecycle.findings() if each.blocks] == ["DRIVER_TOO_OLD"]
+    assert [each.code for each in suspend.findings(parent.lifecycle.kernel) if each.blocks] == ["DRIVER_TOO_OLD"]
     asked.clear()
     assert parent.fails(verb, "DRIVER_TOO_OLD").left == "the kernel runs on"
     assert {op for op in asked if op.startswith("cuda.")} == {"cuda.open"}
@@ -584,7 +584,7 @@ def test_a_gate_that_cannot_be_reconnected_at_once_is_tried_again(rig):
 
 
 def test_no_plan_calls_the_drivers_restore_outside_a_reservation(rig, hog, monkeypatch):
-    """Whatever happens: the driver is asked to restore only while the GPU's lock is held."""
+    """The driver is asked to restore only while the GPU's lock is held, in all cases."""
     locked = []
 
     def restore(pid: int, pairs: list[tuple[str, str]]) -> None:

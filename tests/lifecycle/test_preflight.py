@@ -230,7 +230,7 @@ def test_jax_s_preallocated_memory_on_several_gpus_is_refused():
 
 
 def test_a_process_that_ends_is_not_one_that_hides_itself():
-    """What an ordinary user may look into no more, because it has no memory left to look into."""
+    """A process that ends has no memory left, so an ordinary user may look into it no more."""
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert procfs.is_ending(process.pid)

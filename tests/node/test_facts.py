@@ -1,4 +1,4 @@
-"""Whether a port of this host can be bound."""
+"""Ports of this host: those that can be bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node lacks of the one an image was made on: each field refused or warned about, in one line that helps."""
+"""Differences of a node from the one an image was made on: each field refused or warned about, in a helpful line."""
 
 from __future__ import annotations
 

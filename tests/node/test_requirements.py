@@ -1,4 +1,4 @@
-"""What is taken out of fingerprints for a scheduler, put together, published, and read again by somebody careful."""
+"""Requirements from fingerprints for a scheduler: put together, published, and read again carefully."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from jupyter_client import BlockingKernelClient
 
 
 class Client:
-    """It asks and reads answers; outputs it does not look at."""
+    """A client that asks and reads answers; it does not look at outputs."""
 
     def __init__(self, info: dict[str, Any]) -> None:
         self.client = BlockingKernelClient()

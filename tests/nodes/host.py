@@ -79,7 +79,7 @@ class Host:
         return self.hear()
 
     def inside(self, *command: str) -> str:
-        """What a program prints that runs on this host."""
+        """Return the output of a program that runs on this host."""
         done = subprocess.run([*enter(self._init()), *command], check=True, capture_output=True, text=True, timeout=60)
         return done.stdout.strip()
 
@@ -96,7 +96,7 @@ class Host:
         self.inside("ip", "link", "set", "lo", "up")
 
     def kill(self) -> None:
-        """Everything on this host ends at once, as when a container is killed or a node loses its power."""
+        """End all on this host at once, as when a container is killed or a node loses its power."""
         init = os.pidfd_open(self._init())
         self._process.kill()  # its only child, the host's PID 1, goes with it, and all others with that one
         self._process.wait(60)
@@ -105,7 +105,7 @@ class Host:
         assert ended
 
     def close(self) -> None:
-        """Everything that runs on this host ends."""
+        """End all that runs on this host."""
         with contextlib.suppress(BrokenPipeError):
             assert self._process.stdin is not None
             self._process.stdin.close()

@@ -13,7 +13,7 @@ from jupyter_gpu_ckpt.transfer.remote import Remote
 
 
 def inside(capsule: Capsule, *argv: str) -> tuple[int, str]:
-    """What a program prints that runs in the capsule."""
+    """Return the output of a program that runs in the capsule."""
     output = capsule.directory / "printed"
     output.unlink(missing_ok=True)
     ran = capsule.run(argv, cwd=Path("/"), output=output, timeout=60, env={"PATH": os.environ["PATH"]})

@@ -112,7 +112,7 @@ def test_a_host_that_was_cut_off_while_its_kernel_slept_does_not_bring_it_back(h
 
 
 def test_a_host_that_was_cut_off_in_the_middle_of_a_restore_gives_its_copy_up(hosts):
-    """It stalls just before the kernel would get messages, its locks are forgotten, and the other one restores."""
+    """The host stalls just before the kernel would get messages, its locks are forgotten; the other one restores."""
     near, far, shared = hosts
     began(near, "tcp")
     image = near.ask("checkpoint")["image"]

@@ -184,7 +184,7 @@ KINDS: dict[str, tuple[str, str, str]] = {
 
 
 class TwoTrips:
-    """What the kinds of connections were before, and after each of two dumps and restores."""
+    """The kinds of connections before, and after each of two dumps and restores."""
 
     def __init__(self, criu: Criu) -> None:
         self.seen: list[dict[str, str]] = []

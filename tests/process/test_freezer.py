@@ -199,7 +199,7 @@ def test_signals_are_not_lost(tmp_path):
 
 
 def test_a_thread_that_cannot_be_frozen(tmp_path):
-    """It is in a system call of which nobody knows what it holds; all others go on, and it, too."""
+    """The thread is in a system call of which nobody knows what it holds; all others go on, and so does this one."""
     with running(tmp_path, "computes", "waits", "comes", "locks") as subject:
         with open(subject.lock) as held:
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -442,7 +442,7 @@ def test_threads_that_wait_inside_the_driver_are_stopped_and_no_others(tmp_path)
 
 
 def test_who_stands_in_a_stop_stays_when_it_ends(tmp_path):
-    """As after a restore: all were stopped, and only the driver's threads are to go on."""
+    """After a restore all were stopped, and only the driver's threads are to go on."""
     with running(tmp_path, "computes", "allocates", name="cuda-EvtHandlr") as subject:
         os.kill(subject.pid, signal.SIGSTOP)
         until(lambda: set(subject.states()) == {"T"}, "it is stopped")

@@ -505,7 +505,7 @@ if ROOT:
 
 
 class Trip:
-    """What kinds of state were before and after a dump and a restore of the one process that had them all."""
+    """The kinds of state before and after a dump and a restore of the one process that had them all."""
 
     def __init__(self, criu: Criu, kinds: dict[str, tuple[str, str]]) -> None:
         self.impossible: dict[str, str] = {}
@@ -544,7 +544,7 @@ class Trip:
         return subject.tell(f"exec({read!r}, spaces[{name!r}]); answer = spaces[{name!r}].pop('answer')")
 
     def require(self, name: str) -> None:
-        """What ``name`` is after is what it was before."""
+        """Assert that ``name`` is after the trip as before."""
         if name in self.impossible:
             pytest.skip(f"cannot be made here: {self.impossible[name][:60]}")
         assert self.after[name] == self.before[name]
@@ -683,7 +683,7 @@ else:
 
 @pytest.fixture(scope="module")
 def refusals():
-    """What is refused of one process that has everything that is refused."""
+    """Return the refusals of one process that has everything that is refused."""
     home = Path(tempfile.mkdtemp(prefix="gc-"))
     impossible = {}
     try:

@@ -13,6 +13,7 @@ from waiting import until
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import SocketTaken, UnprovenState, UnsupportedFile, UnsupportedSocket
+from jupyter_gpu_ckpt.lifecycle import suspend
 from jupyter_gpu_ckpt.process import inventory
 
 ROOT = os.geteuid() == 0
@@ -88,7 +89,7 @@ async def test_a_kernel_with_unproven_state_runs_on_and_is_checkpointed_once_it_
     kernel, code, end, error, words
 ):
     await kernel.run(code)
-    (finding,) = [finding for finding in kernel.lifecycle.findings() if finding.blocks]
+    (finding,) = [finding for finding in suspend.findings(kernel.lifecycle.kernel) if finding.blocks]
     assert words in finding.text
     with pytest.raises(error) as caught:
         await kernel.provisioner.checkpoint()
@@ -131,7 +132,7 @@ async def test_an_administrator_may_let_it(tmp_path, runtime_base):
 @pytest.mark.skipif(ROOT, reason="root may look into any process: `tests/test_rootless.py` runs this as somebody else")
 async def test_a_kernel_that_is_not_dumpable_is_refused_in_words(kernel):
     await kernel.run("import ctypes; print(ctypes.CDLL(None).prctl(4, 0, 0, 0, 0))")
-    (finding,) = [finding for finding in kernel.lifecycle.findings() if finding.blocks]
+    (finding,) = [finding for finding in suspend.findings(kernel.lifecycle.kernel) if finding.blocks]
     assert finding.code == "UNPROVEN_STATE"
     with pytest.raises(UnprovenState) as caught:
         await kernel.provisioner.checkpoint()

@@ -34,7 +34,7 @@ def plan(request) -> Plan:
 
 
 def require_sound(cluster: Cluster) -> None:
-    """What must hold at every moment."""
+    """Assert the invariants of every moment."""
     plan = cluster.plan
     whole = plan.gpu_memory or 1
     devices = {kernel.person.number: kernel.person.device for kernel in cluster.kernels}
@@ -125,7 +125,7 @@ class Alone(Cluster):
         self.env.process(self._life(Person(0, device, sessions)))
 
     def follow(self) -> list[tuple[float, State]]:
-        """When the kernel had which state."""
+        """Return a list that fills with the kernel's states and their times."""
         step, seen = self.env.step, []
 
         def noted() -> None:
@@ -194,7 +194,7 @@ def test_plain_culling_loses_what_was_computed():
 
 
 def test_without_host_memory_a_kernel_stays_on_the_gpu():
-    """As preflight says it, NO_MEMORY: nothing is dropped, and it is tried again."""
+    """Preflight says NO_MEMORY: nothing is dropped, and the suspend is tried again."""
     cluster = Alone(replace(SHARED, memory_per_gpu=GIB), Session(0.0, (Cell(0.0, 100.0),), False))
     assert [state for _, state in cluster.follow()] == [State.RUNNING]
     assert cluster.result.refused["NO_MEMORY"] > 10

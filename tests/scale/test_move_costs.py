@@ -1,4 +1,4 @@
-"""What a move costs is what docs/measurements.md says."""
+"""Costs of moves are those of docs/measurements.md."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Execution:
 
 
 class Story:
-    """What happened, in the order in which it was seen."""
+    """The events of a run, in the order in which they were seen."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()

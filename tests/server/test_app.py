@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def chosen(config: Config) -> tuple[object, object]:
-    """What the extension would add to a server of that configuration."""
+    """Return the names that the extension would add to a server of that configuration."""
     made = defaults(ServerApp(config=config))
     return (
         made.KernelProvisionerFactory.get("default_provisioner_name"),

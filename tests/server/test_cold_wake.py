@@ -24,10 +24,10 @@ PART = 1 << 14
 SLOW = f"""
 import itertools, pathlib, time
 from jupyter_gpu_ckpt.transfer import remote as remote_module
-from jupyter_gpu_ckpt.transfer.remote import Remote
+from jupyter_gpu_ckpt.transfer.storage import Storage
 
 remote_module.PART = {PART}
-home, numbers, get = pathlib.Path(__file__).parents[1], itertools.count(), Remote._get
+home, numbers, get = pathlib.Path(__file__).parents[1], itertools.count(), Storage.read
 
 def slowly(self, id, name):
     if "-" not in name:
@@ -38,7 +38,7 @@ def slowly(self, id, name):
         time.sleep(0.005)
     return get(self, id, name)
 
-Remote._get = slowly
+Storage.read = slowly
 """
 
 

@@ -14,6 +14,7 @@ from harness import until as until_async
 from tornado.ioloop import IOLoop
 
 from jupyter_gpu_ckpt.errors import GpuCkptError
+from jupyter_gpu_ckpt.lifecycle import host_memory
 from jupyter_gpu_ckpt.server import gpu_usage
 from jupyter_gpu_ckpt.server.events import SCHEMAS
 from jupyter_gpu_ckpt.server.gpu_usage import GpuUsage
@@ -33,7 +34,8 @@ class World:
         self.pid = os.getpid()
         self.driver.start({A: 3 * GIB}, pid=self.pid)
         engine = SimpleNamespace(gpus=FakeGpus(self.driver, directory))
-        lifecycle = SimpleNamespace(device_bytes=lambda: engine.gpus.used_by(self.pid))
+        lifecycle = SimpleNamespace(kernel=SimpleNamespace())
+        monkeypatch.setattr(host_memory, "device_bytes", lambda kernel: engine.gpus.used_by(self.pid))
         provisioners = {"k": SimpleNamespace(lifecycle=lifecycle), "plain": SimpleNamespace(lifecycle=None)}
         monkeypatch.setattr(gpu_usage, "shared_engine", lambda image_dir: engine)
         self.received: list[dict] = []

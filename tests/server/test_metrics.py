@@ -54,7 +54,7 @@ def test_a_server_exports_states_steps_and_failures(live, kernel_id):
 
 
 class Provisioner:
-    """As much of one as a monitor needs."""
+    """The part of a provisioner that a monitor needs."""
 
     lifecycle = None
 

@@ -212,7 +212,7 @@ class Notebook:
 
 @pytest.mark.torture
 def test_kernels_of_other_kinds_outlive_their_server(tmp_path, runtime_base, criu_binary):
-    """It is killed; the next one attaches them as they are."""
+    """The server is killed; the next one attaches the kernels as they are."""
     home = tmp_path / "home"
     kernels = {}
     for kernel in (*OTHERS, *IPYKERNELS[:1]):

@@ -1,4 +1,4 @@
-"""What runs beside the server: begun once, ended with its cleaning up."""
+"""A task beside the server: begun once, ended with its cleaning up."""
 
 from __future__ import annotations
 

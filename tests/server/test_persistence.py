@@ -18,6 +18,7 @@ from live import TOKEN, Server, server, until
 
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel.orphans import find_orphans
+from jupyter_gpu_ckpt.lifecycle import host_memory
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.lifecycle.rates import Rates
 from jupyter_gpu_ckpt.server import drain
@@ -299,14 +300,11 @@ def test_a_server_that_is_stopped_while_its_kernels_come_back_ends_and_loses_non
 
 def test_the_deadline_of_a_stop_is_computed_from_bytes_and_measured_rates(monkeypatch):
     def kernel(**memory: int) -> SimpleNamespace:
-        lifecycle = SimpleNamespace(
-            state=State.RUNNING,
-            capsule=SimpleNamespace(host_pid=1),
-            device_bytes=lambda: memory,
-            resident=lambda: 1 << 30,
-        )
+        lifecycle = SimpleNamespace(state=State.RUNNING, capsule=SimpleNamespace(host_pid=1), kernel=memory)
         return SimpleNamespace(kernel_id="k", lifecycle=lifecycle, drain_timeout=10.0)
 
+    monkeypatch.setattr(host_memory, "device_bytes", lambda kernel: kernel)
+    monkeypatch.setattr(host_memory, "resident", lambda kernel: 1 << 30)
     monkeypatch.setattr(drain, "RATES", Rates())  # not what the tests before this one measured
 
     def deadline(kernels):

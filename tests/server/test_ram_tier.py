@@ -44,7 +44,7 @@ def idle_server(tmp_path_factory, module_runtime_base, criu_binary) -> Iterator[
 
 @pytest.fixture
 def patient(idle_server: Server) -> Iterator[Server]:
-    """That server, whose kernels end with the test."""
+    """The patient server, whose kernels end with the test."""
     yield idle_server
     for kernel in idle_server.get("api/kernels"):
         idle_server.ask("DELETE", f"api/kernels/{kernel['id']}")

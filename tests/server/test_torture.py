@@ -259,7 +259,7 @@ def marked(marks: list[str], names: tuple[str, ...] = ("cmdline", "environ")) ->
 
 
 def descriptors(pid: int) -> Counter[str]:
-    """What the server has open, by kind."""
+    """Return the server's open descriptors, by kind."""
     kinds: Counter[str] = Counter()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):

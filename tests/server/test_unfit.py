@@ -46,7 +46,7 @@ def of_kernel(served: Server, kernel_id: str) -> list[str]:
 
 
 def run_plain(served: Server, kernel_id: str, code: str) -> str:
-    """As `Server.run`, of a kernel that no gate stands for.
+    """Run a cell as `Server.run` does, in a kernel that no gate stands for.
 
     Its ports were chosen before it started, and another process may take one until then.  jupyter_client starts it
     again, on others, which a client that has connected does not learn.

@@ -277,7 +277,7 @@ class Tab:
 
     @property
     def badge(self) -> str:
-        """What the badge says; empty where it is not shown."""
+        """Return the badge's text; empty where it is not shown."""
         found = self.page.locator(BADGE).first
         return found.inner_text() if found.is_visible() else ""
 
@@ -335,7 +335,7 @@ class Tab:
         return cell.locator(".jp-InputPrompt").first.inner_text().strip() not in ("", "[ ]:")
 
     def run_in_spite_of_dialogs(self, index: int) -> bool:
-        """As a user does who first has to click away what JupyterLab says; whether the cell was taken."""
+        """Run a cell as a user who first has to click dialogs away; return whether the cell was taken."""
         from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
         try:
@@ -363,7 +363,7 @@ class Tab:
         return session["kernel"]["id"]
 
     def quiet(self, besides: str = "\0") -> None:
-        """Nothing on the page failed, ``besides`` what the application does wrong without us."""
+        """Assert that nothing on the page failed, ``besides`` what the application does wrong without us."""
         ours = [complaint for complaint in self.complaints if besides not in complaint]
         assert ours == [], ours
 

@@ -164,7 +164,7 @@ def reply(client: BlockingKernelClient, msg_id: str, channel: str = "shell") -> 
 
 
 def outputs(client: BlockingKernelClient, msg_id: str) -> list[dict[str, Any]]:
-    """What came over iopub for ``msg_id``, up to and with its idle."""
+    """Return the messages over iopub for ``msg_id``, up to and with its idle."""
     mine: list[dict[str, Any]] = []
     while True:
         got = client.get_iopub_msg(timeout=DEADLINE)

@@ -131,7 +131,7 @@ class Server:
 
     @property
     def log(self) -> str:
-        """What it logged."""
+        """The server's log."""
         return (self.home / "server.log").read_text()
 
 

@@ -1,4 +1,4 @@
-"""What a second machine on this one is made of: network, processes, mounts, name and clocks of its own."""
+"""The parts of a second machine on this one: network, processes, mounts, name and clocks of its own."""
 
 from __future__ import annotations
 

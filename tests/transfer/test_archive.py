@@ -15,6 +15,7 @@ from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.transfer import archive
 from jupyter_gpu_ckpt.transfer import remote as remote_module
 from jupyter_gpu_ckpt.transfer.remote import Remote
+from jupyter_gpu_ckpt.transfer.storage import Storage
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_one_that_cannot_be_sent_stays_whole(store, remote, monkeypatch):
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Remote, "_put", fail)
+    monkeypatch.setattr(Storage, "write", fail)
     with pytest.raises(RemoteFailed):
         archive.archive(image, store, remote)
     store.check(image)
@@ -126,20 +127,21 @@ def interrupted(store, monkeypatch):
     """Runs ``meanwhile`` once, just after the first piece of an image was sent, or before it is one there."""
 
     def interrupt(remote, verb, meanwhile):
-        real = getattr(remote, verb)
+        owner = remote.storage if verb == "sizes" else remote
+        real = getattr(owner, verb)
 
         def then(*args, **kwargs):
-            monkeypatch.setattr(remote, verb, real)
+            monkeypatch.setattr(owner, verb, real)
             done = real(*args, **kwargs)
             meanwhile()
             return done
 
-        monkeypatch.setattr(remote, verb, then)
+        monkeypatch.setattr(owner, verb, then)
 
     return interrupt
 
 
-@pytest.mark.parametrize("verb", ["_sizes", "send", "complete"])
+@pytest.mark.parametrize("verb", ["sizes", "send", "complete"])
 def test_a_wake_does_not_wait_for_an_image_that_is_being_sent(store, remote, interrupted, verb):
     image = publish(store)
 
@@ -152,7 +154,7 @@ def test_a_wake_does_not_wait_for_an_image_that_is_being_sent(store, remote, int
     with pytest.raises(ImageBusy):
         archive.archive(image, store, remote)
     assert remote.images() == []
-    assert not (Path(remote._root) / image.id).exists(), "what was sent is given up"
+    assert not (Path(remote.storage.root) / image.id).exists(), "what was sent is given up"
     assert not list(store.root.iterdir())
 
 
@@ -177,7 +179,7 @@ def test_a_wake_that_is_under_way_keeps_the_content(store, remote, interrupted, 
 def test_the_image_is_not_locked_during_requests_to_the_other_side(store, remote, monkeypatch):
     """The next wake has a moment's patience, and networks have none."""
     image = publish(store)
-    real, small, held = leases.acquire, remote._small, []
+    real, small, held = leases.acquire, remote.storage.read_small, []
 
     def busy(*_, **__):
         monkeypatch.setattr(leases, "acquire", real)
@@ -191,7 +193,7 @@ def test_the_image_is_not_locked_during_requests_to_the_other_side(store, remote
         return small(*args)
 
     monkeypatch.setattr(leases, "acquire", busy)
-    monkeypatch.setattr(remote, "_small", ask)
+    monkeypatch.setattr(remote.storage, "read_small", ask)
     with pytest.raises(ImageBusy):
         archive.archive(image, store, remote)
     assert held == []
@@ -202,7 +204,7 @@ def test_the_image_is_not_locked_during_requests_to_the_other_side(store, remote
 def test_a_server_of_another_host_that_was_faster_keeps_what_it_sent(store, remote, interrupted, then):
     """Its content here is gone by then, so what lies there is all there is."""
     image = publish(store)
-    other = Remote(remote._fs.unstrip_protocol(remote._root))
+    other = Remote(remote.storage.fs.unstrip_protocol(remote.storage.root))
 
     def overtake():
         archive.archive(image, store, other)
@@ -222,7 +224,7 @@ def test_a_server_of_another_host_that_was_faster_keeps_what_it_sent(store, remo
 
 def test_an_image_that_was_moved_to_the_same_place_meanwhile_stays_there(store, remote, interrupted, tmp_path):
     image = publish(store)
-    other = Remote(remote._fs.unstrip_protocol(remote._root))
+    other = Remote(remote.storage.fs.unstrip_protocol(remote.storage.root))
     interrupted(remote, "send", lambda: other.push(image, remove_from=store))
     with pytest.raises(ImageBusy):
         archive.archive(image, store, remote)
@@ -278,7 +280,7 @@ def test_a_crash_while_the_content_is_set_aside_loses_nothing(store, remote, mon
 def broken_off(store, remote, monkeypatch):
     """An image whose sender was killed after its first piece."""
     image = publish(store)
-    real, sent = Remote._put, []
+    real, sent = Storage.write, []
 
     def die(self, id, name, data, **options):
         if "-" in name:
@@ -288,15 +290,15 @@ def broken_off(store, remote, monkeypatch):
         real(self, id, name, data, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Remote, "_put", die)
+        patched.setattr(Storage, "write", die)
         with pytest.raises(KeyboardInterrupt):
-            archive.archive(image, store, Remote(remote._fs.unstrip_protocol(remote._root), workers=1))
+            archive.archive(image, store, Remote(remote.storage.fs.unstrip_protocol(remote.storage.root), workers=1))
     assert there(remote, image)
     return image
 
 
 def there(remote, image) -> bool:
-    return (Path(remote._root) / image.id).exists()
+    return (Path(remote.storage.root) / image.id).exists()
 
 
 def test_what_was_sent_of_a_kernel_that_woke_before_the_next_round_is_removed(store, remote, broken_off):
@@ -345,7 +347,7 @@ def test_a_copy_that_a_wake_could_not_remove_goes_later(store, remote):
 
 @pytest.mark.parametrize("theirs", ["pieces", "an image", "an image that is being pulled"])
 def test_what_another_host_has_there_by_now_stays(store, remote, broken_off, tmp_path, monkeypatch, theirs):
-    """It may be all there is of the kernel."""
+    """The image there may be all there is of the kernel."""
     if theirs == "pieces":  # of a copy, which its own cold tier sends there
         elsewhere, other = Store(tmp_path / "elsewhere", store.keys), Remote(f"file://{tmp_path}/other")
         other.push(broken_off)
@@ -373,4 +375,4 @@ def test_what_was_sent_of_an_image_that_was_moved_is_its_new_owners(store, remot
 
 
 def names(remote, image) -> list[str]:
-    return sorted(path.name for path in (Path(remote._root) / image.id).iterdir())
+    return sorted(path.name for path in (Path(remote.storage.root) / image.id).iterdir())

@@ -1,4 +1,4 @@
-"""What was sent is compared by its hash with what lies there, whatever kind of place that is."""
+"""Files that were sent are compared by hash with those that lie there, in any kind of directory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def remote(request, servers, tmp_path) -> Remote:
 
 def test_a_bit_that_is_lost_on_the_way_is_noticed_at_once_and_sent_again(remote, store, monkeypatch):
     image = publish(store)
-    put, spoiled = remote._put, []
+    put, spoiled = remote.storage.write, []
 
     def spoil(id: str, name: str, data: bytes, **options: bool) -> None:
         if not spoiled and name.endswith("000002"):
@@ -85,7 +85,7 @@ def test_a_bit_that_is_lost_on_the_way_is_noticed_at_once_and_sent_again(remote,
             data = bytes([data[0] ^ 1]) + data[1:]
         put(id, name, data, **options)
 
-    monkeypatch.setattr(remote, "_put", spoil)
+    monkeypatch.setattr(remote.storage, "write", spoil)
     with pytest.raises(RemoteFailed, match="1 parts") as caught:
         remote.push(image, remove_from=store)
     assert caught.value.details["parts"] == spoiled
@@ -98,8 +98,8 @@ def test_a_bit_that_is_lost_on_the_way_is_noticed_at_once_and_sent_again(remote,
 
 def test_a_part_of_the_right_size_with_other_content_is_sent_again(remote, store):
     image = publish(store)
-    remote._make_directory(image.id)
-    remote._put(image.id, "0001-000001", b"q" * 1000)
+    remote.storage.make_directory(image.id)
+    remote.storage.write(image.id, "0001-000001", b"q" * 1000)
     remote.push(image, remove_from=store)
     store.check(remote.pull(image.id, store))
 
@@ -111,7 +111,7 @@ def test_nothing_is_read_back_from_a_server_that_reports_its_hashes(remote, stor
     def refuse(path, **_):
         raise AssertionError(f"{path} is read back")
 
-    monkeypatch.setattr(remote._fs, "cat_file", refuse)
+    monkeypatch.setattr(remote.storage.fs, "cat_file", refuse)
     remote.push(image)
     remote.push(image)
 

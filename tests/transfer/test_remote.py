@@ -138,8 +138,8 @@ def test_zeros_are_not_sent_and_not_stored(place, near, far):
 @contextlib.contextmanager
 def failing(remote: Remote, sending: bool, after: int) -> Iterator[list[str]]:
     """The ``after``-th transfer of a part fails, and so does every later one, as when a network goes; those tried."""
-    verb = "_put" if sending else "_get"
-    real, tried = getattr(remote, verb), []
+    verb = "write" if sending else "read"
+    real, tried = getattr(remote.storage, verb), []
 
     def fail(id, name, *args, **options):
         if re.fullmatch(r"\d{4}-\d{6}", name):
@@ -148,7 +148,7 @@ def failing(remote: Remote, sending: bool, after: int) -> Iterator[list[str]]:
                 raise OSError(104, "Connection reset by peer")
         return real(id, name, *args, **options)
 
-    with mock.patch.object(remote, verb, fail):
+    with mock.patch.object(remote.storage, verb, fail):
         yield tried
 
 
@@ -222,7 +222,7 @@ def test_what_was_sent_with_a_token_is_given_up_with_it_alone(place, near, far):
     place.remote().discard(image.id, "another")
     assert place.remote().claimed(image.id), "another's parts stay"
     place.remote().discard(image.id, "mine")
-    assert place.remote()._sizes(image.id) == {}
+    assert place.remote().storage.sizes(image.id) == {}
     place.remote().discard(image.id, "mine")
 
     place.remote().send(image, token="mine")

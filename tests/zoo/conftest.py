@@ -1,4 +1,4 @@
-"""Who keeps the zoo, and the table that is written of it."""
+"""The keepers of the zoo, and the table that is written of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def zoo(criu_binary, request):
-    """Everybody by name, "root" and "user"; with ``--zoo-table`` what they found is written down in the end."""
+    """All users by name, "root" and "user"; with ``--zoo-table`` their findings are written down in the end."""
     with users(criu_binary) as made:
         yield made
         if request.config.getoption("--zoo-table"):

@@ -45,7 +45,7 @@ _SUBREAPER = 36
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a kind.
+    """The outcome of a kind.
 
     ``what``: "kept"; "refused" with ``code`` and ``text``; "changed" with ``text``, which shows what; "lost" with the
     code of the wake that failed; "impossible" where the system forbade it; "unmade" where its program failed.
@@ -110,7 +110,7 @@ class Zoo:
 
     @staticmethod
     def answers(printed: str) -> dict[str, dict[str, str]]:
-        """What `ask` has printed."""
+        """Return the output of `ask`."""
         line = next(line for line in reversed(printed.splitlines()) if line.startswith(MARK))
         return json.loads(line.removeprefix(MARK))
 
@@ -136,7 +136,7 @@ class Zoo:
             await self.kernel.provisioner.restore()
 
     async def differences(self, before: dict[str, str], when: str) -> list[Outcome]:
-        """What shows otherwise than before."""
+        """Return the values that show otherwise than before."""
         after = await self.ask("show", list(before))
         seen = {key: answer.get("value") or answer["error"] for key, answer in after.items()}
         return [
@@ -263,7 +263,7 @@ def packs(kinds: Iterable[Kind], who: str) -> tuple[list[list[str]], list[str]]:
 
 
 def belongings() -> set[str]:
-    """What this user has where things are forgotten: shared memory, temporary files.
+    """Return this user's files where things are forgotten: shared memory, temporary files.
 
     torch keeps a directory for its compiler, wherever it runs.
     """

@@ -126,7 +126,7 @@ class User:
 
 @contextmanager
 def users(criu: CriuBinary) -> Iterator[dict[str, User]]:
-    """Everybody, each with a fresh home that is removed in the end."""
+    """All users, each with a fresh home that is removed in the end."""
     place = Path(tempfile.mkdtemp(prefix="gc-zoo-"))
     place.chmod(0o711)
     made: dict[str, User] = {}
@@ -151,7 +151,7 @@ def sample(kinds: dict[str, Kind]) -> set[str]:
 
 
 def what_does_not_come_back() -> str:
-    """What the user's documentation says of it."""
+    """Return the section of the user's documentation on what comes back."""
     text = (REPOSITORY / "docs" / "usage.md").read_text()
     return text.partition("## What comes back, and what does not\n")[2].partition("\n## ")[0]
 

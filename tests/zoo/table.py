@@ -46,7 +46,7 @@ ROW = re.compile(r"^\| (?!kind \|)([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]*) \|$",
 
 
 def cell(kind: Kind, who: str, outcome: Outcome | None) -> str:
-    """What the table says of one kind for one user."""
+    """Return the table's entry of one kind for one user."""
     if outcome is None:
         return "not tried"
     said = {"impossible": "not possible", "refused": f"refused, `{outcome.code}`"}.get(outcome.what, outcome.what)
@@ -59,7 +59,7 @@ def cell(kind: Kind, who: str, outcome: Outcome | None) -> str:
 
 
 def remark(kind: Kind) -> str:
-    """What to do about it, or what is lost."""
+    """Return the remedy, or the loss."""
     return f"**Not fixed yet:** {kind.loss}" if kind.loss else kind.advice
 
 

@@ -32,7 +32,7 @@ def script():
 @pytest.mark.sweep(1 / 36)
 @pytest.mark.parametrize(("who", "key"), CASES)
 def test_a_row_is_as_the_page_says_or_better(zoo, script, who, key):
-    """Nothing is lost or changed; what the page says is kept is not refused."""
+    """The page's claims hold: nothing is lost or changed; a row that the page says is kept is not refused."""
     if missing := ROWS[key].lacking():
         pytest.skip(f"not installed: {', '.join(missing)}")
     found = script.tried(zoo[who], key)

@@ -152,11 +152,11 @@ class Wandering:
         self.count: collections.Counter[str] = collections.Counter()
 
     def errors(self) -> str:
-        """What the owners wrote to stderr."""
+        """Return the owners' stderr."""
         return (self.directory / "owner.log").read_text()
 
     def left(self) -> list[str]:
-        """What there is of kernels and images."""
+        """Return the kernels and images that are left."""
         files = [*self.base.rglob("*"), *(self.directory / "images").rglob("*")]
         processes = [(init, procfs.stat(pid)) for init in self.inits() for pid in (init, *descendants(init))]
         return [*map(str, files), *map(str, processes)]
@@ -291,7 +291,7 @@ class Wandering:
         return self.after(verb, victim, dice)
 
     def after(self, verb: str, victim: str, dice: random.Random) -> str:
-        """What became of the kernel after a verb in which ``victim`` was killed."""
+        """Kill ``victim`` during a verb, and return the kernel's fate."""
         began = time.monotonic()
         self.owner.send(verb)
         time.sleep(dice.uniform(0, 1.1 * self.usual[verb]))

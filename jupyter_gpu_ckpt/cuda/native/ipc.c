@@ -14,7 +14,7 @@
 
 #include "allocations.h"
 
-/* What our handles are; the driver's begin otherwise. */
+/* The beginning of our handles; the driver's begin otherwise. */
 struct handle {
     char mark[16];
     unsigned long long process, number, bytes; /* an address may be another allocation's later */

@@ -221,7 +221,7 @@ bool launch_gate_has(const char *name) { return HAS_LAUNCH_GATE && is_variant(fi
 
 #define FOR_ASSEMBLY __attribute__((used, visibility("hidden")))
 
-/* What each of the functions below jumps to.  Filled in order and never changed: two threads that look for the same
+/* Targets of the functions below, one for each.  Filled in order and never changed: two threads that look for the same
  * address find the same function, without a lock. */
 FOR_ASSEMBLY _Atomic(void *) gpu_ckpt_originals[NAMES + UNNAMED];
 extern const char gpu_ckpt_gated[] __attribute__((visibility("hidden")));

@@ -53,7 +53,7 @@ static bool is_meant(const struct stand_in *stand_in, const char *name, unsigned
     return *rest == '\0' && (!per_thread || flags == PER_THREAD_DEFAULT_STREAM);
 }
 
-/* What to return for a function that the driver has returned: by its address, or, where the driver returns another one
+/* The stand-in for a function that the driver has returned: by its address, or, where the driver returns another one
  * than dlsym does, by its name. */
 static void *replace(void *found, const char *name, int version, unsigned long long flags)
 {

@@ -1,5 +1,6 @@
-/* What other processes read in this one's memory (`cuda/fastpath.py`): a request may find no answer when they have to
- * know.  Found by its mark in the mappings of this library; mark and version have the same offsets in all versions. */
+/* State that other processes read in this one's memory (`cuda/fastpath.py`): a request may find no answer when they
+ * have to know.  Found by its mark in the mappings of this library; mark and version have the same offsets in all
+ * versions. */
 #pragma once
 
 #include <stdatomic.h>

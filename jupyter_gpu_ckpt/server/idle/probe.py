@@ -16,7 +16,7 @@ from ...cuda.gpus import Gpus
 from ...errors import CudaError, GpuCkptError
 from ...gate.gate import Gate
 from ...kernel.provisioner import GpuCkptProvisioner
-from ...lifecycle import cuda_processes
+from ...lifecycle import cuda_processes, host_memory
 from ...lifecycle.lifecycle import Lifecycle
 from ...lifecycle.plans import State
 from .activity import Activity, SocketTables
@@ -99,7 +99,7 @@ def inspect(snapshot: KernelSnapshot, lifecycle: Lifecycle, gate: Gate) -> tuple
         return snapshot, []  # during a verb the driver would keep us waiting
     pids = capsule.processes()
     if snapshot.state is State.SUSPENDED:
-        return replace(snapshot, process=capsule.host_pid, resident=lifecycle.resident()), pids
+        return replace(snapshot, process=capsule.host_pid, resident=host_memory.resident(lifecycle.kernel)), pids
     # A process with a CUDA context has device memory (0.6 GiB with torch), also where NVML counts none for it.
     on_gpu = CudaState.RUNNING in cuda_processes.states(lifecycle.kernel).values()
     return replace(snapshot, process=capsule.host_pid, working=gate.working, on_gpu=on_gpu), pids

@@ -79,7 +79,7 @@ class Driver:
         return self._found(result, function, name)
 
     def _by_address_of_itself(self, name: str) -> Callable[..., int]:
-        """As the CUDA runtime does: cuGetProcAddress is the first function that is looked up by it."""
+        """Look up cuGetProcAddress first, by itself, as the CUDA runtime does."""
         look_up = self._by_address_v2("cuGetProcAddress")
         function, status = ctypes.c_void_p(), ctypes.c_int()
         result = look_up(
@@ -116,7 +116,7 @@ class Program:
         return next((f"{name} + {address - at}" for name, at in self.memory.items() if address == at), hex(address))
 
     def describe(self, name: str, offset: int = 0) -> list[object]:
-        """Everything that the driver says about an address."""
+        """Return all facts that the driver has about an address."""
         address = Pointer(self.memory[name] + offset)
         base, size, facts = Pointer(), Size(), []
         result = self.cu["cuMemGetAddressRange"](ctypes.byref(base), ctypes.byref(size), address)

@@ -57,7 +57,7 @@ class FastKernel:
         return fastpath.FastPath(self.lifecycle.capsule, self.lifecycle.engine.cuda)
 
     def held(self) -> int:
-        """What the driver counts for it, by what its library says; of one in the driver's hands that is nothing."""
+        """Return the kernel's bytes by the driver's count, from its library's; 0 for one in the driver's hands."""
         if self.fake.on_gpu and self.lifecycle.capsule is not None:
             self.fake.memory = {A: self.blocks + CONTEXT - self.path().amounts().swapped_out}
         return self.fake.memory[A] if self.fake.on_gpu else 0

@@ -27,7 +27,7 @@ def compiler() -> str | None:
 
 @dataclass(frozen=True)
 class Programs:
-    """What was built into ``directory``, with what must be preloaded before the library (a sanitizer's runtime)."""
+    """The programs built into ``directory``, with the libraries to preload before ours (a sanitizer's runtime)."""
 
     directory: Path
     first: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ def build_doubles(directory: Path, *, without: str | None = None) -> Path:
 
 
 def build_c_library(directory: Path, *definitions: str) -> Path:
-    """What takes the place of the C library's own functions where it is preloaded."""
+    """Build a library that takes the place of the C library's own functions where it is preloaded."""
     made = directory / "c_library.so"
     cc(*DOUBLE, *definitions, "-o", made, "c_library_double.c", "-lpthread")
     return made

@@ -29,7 +29,7 @@ def driver() -> ctypes.CDLL:
 
 
 def open_twice(raw: bytes, answers: multiprocessing.Queue[object]) -> None:
-    """What a worker finds and writes."""
+    """Put a worker's findings into ``answers``, and write to the shared memory."""
     cu, handle = driver(), Handle.from_buffer_copy(raw)
     first, second = ctypes.c_ulonglong(), ctypes.c_ulonglong()
     results = [cu.cuIpcOpenMemHandle_v2(ctypes.byref(at), handle, 1) for at in (first, second)]

@@ -105,7 +105,7 @@ class Subject:
         return Control(self.path)
 
     def end(self) -> None:
-        """It ends by itself, and nothing was wrong."""
+        """Have the program end by itself; nothing may be wrong."""
         said = self._said()
         assert (self.process.returncode, said) == (0, ""), (self.process.returncode, said)
 

@@ -23,7 +23,7 @@ from jupyter_gpu_ckpt.image import device_memory
 from jupyter_gpu_ckpt.image.encryption import PlainDirectory, Vault
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
-from jupyter_gpu_ckpt.lifecycle import preflight
+from jupyter_gpu_ckpt.lifecycle import host_memory, preflight
 from jupyter_gpu_ckpt.lifecycle.context import Reason
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED
@@ -213,7 +213,7 @@ def test_encryption_needs_no_second_place_for_device_memory(fast_kernel, tmp_pat
     monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
     vault = Vault("env:KEY_OF_IMAGES", tmp_path)
     kernel = fast_kernel(store=Store(tmp_path / "images", vault=vault))
-    room = kernel.lifecycle.resident() + CONTEXT + (32 << 20)
+    room = host_memory.resident(kernel.lifecycle.kernel) + CONTEXT + (32 << 20)
     assert kernel.blocks > 64 << 20
     monkeypatch.setattr(Vault, "free", lambda _: preflight.MARGIN + room)
     plain, close = [], PlainDirectory.close
@@ -280,7 +280,7 @@ def test_without_a_file_system_in_memory_criu_has_it_all(fast_kernel, monkeypatc
 
 
 def test_a_mount_that_fails_where_the_runtime_directory_is_in_memory(fast_kernel, monkeypatch):
-    """What lies there is a tmpfs, too: the host's, and nothing that ends with the capsule."""
+    """The directory is a tmpfs, too: the host's, and nothing that ends with the capsule."""
     place = Path(tempfile.mkdtemp(prefix="gc-", dir="/dev/shm"))
 
     def refused(_) -> int:

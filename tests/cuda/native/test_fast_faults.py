@@ -14,7 +14,7 @@ VERBS = ("copy_out", "free", "swap_in")
 
 
 def calls_of(subject: Subject, control: Control, verb: str) -> dict[str, int]:
-    """How often each function is called by ``verb`` when nothing fails."""
+    """Return the count of calls of each function by ``verb`` when nothing fails."""
     subject.fail()
     control.must(*VERBS[: VERBS.index(verb)])
     subject.fail()
@@ -33,7 +33,7 @@ def one_place(subject: Subject, away: int) -> None:
 
 
 def retry(subject: Subject, control: Control) -> None:
-    """Nothing fails any more: back on the device, and a whole round."""
+    """Retry without failures: back on the device, and a whole round."""
     subject.fail()
     control.must("swap_in")
     subject.intact(len(SIZES))
@@ -92,7 +92,7 @@ def test_every_call_fails_from_one_on(filled, verb):
 
 
 def test_a_failed_allocation_is_the_drivers(subject):
-    """Whatever fails on the way, the program gets memory, and nothing is left of the attempt."""
+    """The program gets memory at any failure on the way, and nothing is left of the attempt."""
     subject.free(subject.alloc(1, 2 * MIB))
     subject.fail()
     subject.free(subject.alloc(1, 2 * MIB))

@@ -18,6 +18,7 @@ from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.cuda.cuda import OUT_OF_MEMORY
 from jupyter_gpu_ckpt.cuda.fastpath import Amounts, FastPath
 from jupyter_gpu_ckpt.errors import CudaError, GpuFull
+from jupyter_gpu_ckpt.lifecycle import suspend
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeDriver
 
 
@@ -60,9 +61,9 @@ def test_the_reason_of_a_slow_transfer_is_reported(kernel):
 
 def test_preflight_reports_it(fast_kernel):
     kernel = fast_kernel()
-    assert "DRIVERS_RATE" not in [finding.code for finding in kernel.lifecycle.findings()]
+    assert "DRIVERS_RATE" not in [finding.code for finding in suspend.findings(kernel.lifecycle.kernel)]
     kernel.fake.memory = {A: 50 << 30}
-    (warning,) = [finding for finding in kernel.lifecycle.findings() if finding.code == "DRIVERS_RATE"]
+    (warning,) = [finding for finding in suspend.findings(kernel.lifecycle.kernel) if finding.code == "DRIVERS_RATE"]
     assert not warning.blocks
     kernel.held()
 

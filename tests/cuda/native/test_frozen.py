@@ -12,6 +12,7 @@ from waiting import until
 
 from jupyter_gpu_ckpt import errors
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.lifecycle import suspend
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.testing.fake_cuda import LOCKED, RUNNING
@@ -68,9 +69,9 @@ def test_a_kernel_that_cannot_be_locked_is_frozen_while_its_memory_is_away(kerne
         kernel.lifecycle.wake()
         kernel.runs_on()
         assert not kernel.path().is_frozen()
-    found = {finding.code: finding.blocks for finding in kernel.lifecycle.findings()}
+    found = {finding.code: finding.blocks for finding in suspend.findings(kernel.lifecycle.kernel)}
     assert found["PROFILER_USED"] is True
-    found = {finding.code: finding.blocks for finding in kernel.lifecycle.findings(writes=False)}
+    found = {finding.code: finding.blocks for finding in suspend.findings(kernel.lifecycle.kernel, writes=False)}
     assert found["PROFILER_USED"] is False, "a suspend is possible"
     assert refused(kernel, "checkpoint", "PROFILER_USED").left == "the kernel runs on"
     kernel.runs_on()
@@ -152,7 +153,9 @@ def test_memory_that_the_driver_does_not_save_stays_and_the_rest_is_kept_by_the_
         kernel.lifecycle.suspend()
         assert (kernel.fake.state, kernel.held()) == (LOCKED, CONTEXT)
         assert kernel.path().amounts().swapped_out == kernel.blocks
-        assert "MANAGED_MEMORY" in {finding.code for finding in kernel.lifecycle.findings() if finding.blocks}
+        assert "MANAGED_MEMORY" in {
+            finding.code for finding in suspend.findings(kernel.lifecycle.kernel) if finding.blocks
+        }
         assert "suspended" in refused(kernel, "checkpoint", "MANAGED_MEMORY").left
         kernel.lifecycle.wake()
         kernel.runs_on()

@@ -306,7 +306,7 @@ def test_no_other_signal_ends_the_wait(caller):
 
 
 def test_a_call_is_all_that_makes_the_library_listen(programs, doubles, runtime_base):
-    """Whose memory is the driver's own can be kept from the GPU, too."""
+    """A program whose memory is the driver's own can be kept from the GPU, too."""
     source = PROGRAM.replace("cudaMalloc(ctypes.byref(address), ctypes.c_size_t(2 << 20))", "cudaFree(None)")
     assert source != PROGRAM
     variables = {"LD_LIBRARY_PATH": str(doubles), "LD_PRELOAD": str(programs.library)}

@@ -97,7 +97,7 @@ def test_a_lock_that_our_calls_need_leaves_the_swap_to_the_driver(kernel, driver
 
 
 def test_a_transfer_that_takes_too_long_among_callers(kernel, driver_lock):
-    """It is at it still, as who has the driver's lock: nobody goes on before they are readers of it again."""
+    """The transfer goes on and has the driver's lock: no caller continues before all are readers of it again."""
     kernel.ask("slow(100_000)")
     start(kernel, driver_lock, READER, READER, READER, WRITER)
     kernel.lock()

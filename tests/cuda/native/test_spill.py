@@ -19,7 +19,7 @@ from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
-from jupyter_gpu_ckpt.lifecycle import compatibility, context, host_memory, preflight
+from jupyter_gpu_ckpt.lifecycle import compatibility, context, host_memory, preflight, suspend
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.plans import State, Step
 from jupyter_gpu_ckpt.lifecycle.steps import STEPS
@@ -296,9 +296,9 @@ def test_a_busy_library_is_waited_for_only_where_it_matters(kernel, monkeypatch)
         raise CudaError("it does not answer")
 
     monkeypatch.setattr(context.FastPath, "amounts", busy)
-    assert [finding.code for finding in kernel.lifecycle.findings()] == ["NO_MEMORY"]
+    assert [finding.code for finding in suspend.findings(kernel.lifecycle.kernel)] == ["NO_MEMORY"]
     free_memory(monkeypatch, 1 << 40)
-    assert kernel.lifecycle.findings() == []
+    assert suspend.findings(kernel.lifecycle.kernel) == []
 
 
 def test_a_damaged_chunk_is_not_brought_to_life(kernel):

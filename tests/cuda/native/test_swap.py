@@ -45,7 +45,7 @@ def test_bytes_and_addresses_stay(programs, doubles, direct, api):
 
 
 def test_swapped_out_memory_cannot_be_accessed(programs, doubles):
-    """What shows that the double takes it away: who touches it is ended, as by an illegal address of a GPU."""
+    """The double takes memory away: a program that touches it is ended, as by an illegal address of a GPU."""
     with pytest.raises(AssertionError, match="the program ended"), running(programs, doubles) as subject:
         subject.alloc(1, 2 * MIB)
         with subject.control() as control:

@@ -1,4 +1,4 @@
-"""What counts as work of a kernel's processes: CPU time and accepted connections, of real processes."""
+"""Work of a kernel's processes: CPU time and accepted connections, of real processes."""
 
 from __future__ import annotations
 

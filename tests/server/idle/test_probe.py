@@ -1,4 +1,4 @@
-"""What the idle policy sees of kernels and GPUs; the driver and NVML are the fakes of the contract suite."""
+"""The idle policy's view of kernels and GPUs; the driver and NVML are the fakes of the contract suite."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.lifecycle import host_memory
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server.idle.policy import KernelSnapshot
 from jupyter_gpu_ckpt.server.idle.probe import KernelProbe, computing, inspect
@@ -53,29 +54,30 @@ class TestComputing:
 
 
 class TestCloser:
-    def look(self, driver, state, cuda_state=None, working=False):
+    def look(self, driver, monkeypatch, state, cuda_state=None, working=False):
         pid = os.getpid()
         process = driver.processes[driver.start({A: GIB}, pid=pid)]
         process.state = process.state if cuda_state is None else cuda_state
         capsule = SimpleNamespace(host_pid=pid, processes=lambda: [pid], other_processes=list)
         kernel = SimpleNamespace(engine=SimpleNamespace(cuda=FakeCuda(driver)), require_capsule=lambda: capsule)
-        lifecycle = SimpleNamespace(capsule=capsule, engine=kernel.engine, kernel=kernel, resident=lambda: 2 << 20)
+        lifecycle = SimpleNamespace(capsule=capsule, engine=kernel.engine, kernel=kernel)
+        monkeypatch.setattr(host_memory, "resident", lambda kernel: 2 << 20)
         gate = SimpleNamespace(working=working)
         return inspect(KernelSnapshot("k", "python3", state, 0.0), lifecycle, gate)
 
-    def test_one_that_runs(self, driver):
-        look, pids = self.look(driver, State.RUNNING, working=True)
+    def test_one_that_runs(self, driver, monkeypatch):
+        look, pids = self.look(driver, monkeypatch, State.RUNNING, working=True)
         assert (look.on_gpu, look.working, look.process, look.resident) == (True, True, os.getpid(), 0)
         assert pids == [os.getpid()]
 
-    def test_one_that_is_suspended_costs_host_memory(self, driver):
-        look, _ = self.look(driver, State.SUSPENDED)
+    def test_one_that_is_suspended_costs_host_memory(self, driver, monkeypatch):
+        look, _ = self.look(driver, monkeypatch, State.SUSPENDED)
         assert not look.on_gpu
         assert look.resident == 2 << 20
 
-    def test_one_in_the_middle_of_something_is_not_disturbed(self, driver):
+    def test_one_in_the_middle_of_something_is_not_disturbed(self, driver, monkeypatch):
         driver.calls.clear()
-        look, pids = self.look(driver, State.RESUMING, LOCKED)
+        look, pids = self.look(driver, monkeypatch, State.RESUMING, LOCKED)
         assert (look.on_gpu, pids, driver.calls) == (False, [], [])
 
 
@@ -89,7 +91,8 @@ def test_the_tables_of_sockets_are_read_once_for_all_kernels(monkeypatch):
     monkeypatch.setattr(procfs, "sockets", sockets)
     capsule = SimpleNamespace(host_pid=os.getpid(), processes=lambda: [os.getpid()], other_processes=list)
     home = SimpleNamespace(kernel_name="python3", runtime_dir=None, known_as=None, sockets=None)
-    lifecycle = SimpleNamespace(capsule=capsule, home=home, state=State.SUSPENDED, resident=lambda: 0)
+    monkeypatch.setattr(host_memory, "resident", lambda kernel: 0)
+    lifecycle = SimpleNamespace(capsule=capsule, home=home, state=State.SUSPENDED, kernel=None)
     gate = SimpleNamespace(last_activity=0.0, queries=0)
     requests = SimpleNamespace(protection=lambda: None)
     provisioner = SimpleNamespace(lifecycle=lifecycle, gate=gate, agent_requests=requests)

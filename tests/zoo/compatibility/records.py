@@ -1,4 +1,4 @@
-"""What became of each row, as JSON beside the page: one file for each kind of user and machine."""
+"""Results of each row, as JSON beside the page: one file for each kind of user and machine."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class _SameHost(Host):
 
 @contextlib.contextmanager
 def elsewhere(place: Path, another_host: bool) -> Iterator[Host]:
-    """Where a kernel is moved to, with an image directory of its own: another host, or another server on this one."""
+    """The destination of a moved kernel, with an image directory of its own: another host, or another server here."""
     shared, own = place / "far", place / "far-own"
     own.mkdir()
     base = Path(tempfile.mkdtemp(prefix="gc-"))
@@ -81,7 +81,7 @@ def elsewhere(place: Path, another_host: bool) -> Iterator[Host]:
 
 
 async def value(kernel: Notebook, row: Row) -> str:
-    """What the row's check sees now."""
+    """Return the value that the row's check sees now."""
     printed = await kernel.run(f"{row.check}\nprint('\\n' + {VALUE})", CELL)
     return printed.splitlines()[-1]
 
@@ -144,7 +144,7 @@ async def moved(kernel: Notebook, row: Row, before: str, place: Path, who: str) 
 
 
 async def tried(row: Row, place: Path, who: str) -> dict[str, Any]:
-    """What became of each step: "yes", the code of a refusal, or "" where a step before it was refused."""
+    """Return the result of each step: "yes", the code of a refusal, or "" where a step before it was refused."""
     found: dict[str, Any] = {"suspend": "", "checkpoint": "", "wake": "", "moved": "", "text": ""}
     base = Path(tempfile.mkdtemp(prefix="gc-"))
     try:

@@ -43,7 +43,7 @@ Undo = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Expectation:
-    """What must become of a kind.  ``code`` and ``word``: of the refusal, the announcement or the documentation."""
+    """The expected outcome of a kind.  ``code`` and ``word``: of the refusal, the announcement or the documentation."""
 
     what: str
     code: str = ""

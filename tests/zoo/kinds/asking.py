@@ -1,4 +1,4 @@
-"""How a kind asks the system what there is: descriptors, /proc, system calls that Python has no name for."""
+"""Queries of a kind to the system: descriptors, /proc, system calls that Python has no name for."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def prctl(option: int, *arguments: int) -> int:
 
 
 def fdinfo(fd: int) -> dict[str, str]:
-    """What /proc says of a descriptor, but for its mount, inode and eventfd number: they are new after a restore."""
+    """Return /proc's lines about a descriptor, without mount, inode and eventfd number; these change in a restore."""
     lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
     pairs = (line.partition(":") for line in lines)
     return {
@@ -97,7 +97,7 @@ def status(*names: str, tid: int | None = None) -> dict[str, str]:
 
 
 def smaps(address: int) -> dict[str, str]:
-    """What /proc/self/smaps says of the mapping at ``address``: permissions, size, name, flags."""
+    """Return from /proc/self/smaps the mapping at ``address``: permissions, size, name, flags."""
     inside = False
     found: dict[str, str] = {}
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""What IPython and ipykernel add: history, displays, widgets, comms, subshells, hooks."""
+"""Additions of IPython and ipykernel: history, displays, widgets, comms, subshells, hooks."""
 
 from __future__ import annotations
 

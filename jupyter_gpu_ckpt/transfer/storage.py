@@ -1,0 +1,132 @@
+"""Files below one URL, a directory for each image: on a file server, in an object store, or wherever fsspec writes.
+
+fsspec finds the credentials (its configuration files and environment); a URL with a password in it works and is never
+written anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import GpuCkptError, ImageFormat, ImageNotFound, RemoteFailed, RemoteUnsupported
+from ..files.atomic import flush, write_atomically
+from ..image.manifest import safe_name
+from .remote_hashes import RemoteHashes, list_directory
+
+
+class Storage:
+    """The files below one URL, by the id of their image and their name.
+
+    Raises `RemoteUnsupported` when the package for the URL is not installed, `ImageNotFound` for an id that is no name.
+    Methods raise what the file system raises, `FileNotFoundError` among it, unless they say more; see `mapped_errors`.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        try:
+            import fsspec
+        except ImportError as error:
+            raise RemoteUnsupported("The package fsspec is not installed.") from error
+        with mapped_errors():
+            try:
+                protocol = fsspec.utils.get_protocol(url)
+                if protocol in ("sftp", "ssh"):
+                    # sshfs would take any host for the right one.
+                    options.setdefault("known_hosts", str(Path.home() / ".ssh" / "known_hosts"))
+                    # asyncssh's own first choice, ChaCha20, takes a third more of the one core that it runs on.
+                    options.setdefault("encryption_algs", "^aes128-gcm@openssh.com,aes256-gcm@openssh.com")
+                self.fs, self.root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
+            except (ImportError, ValueError) as error:
+                raise RemoteUnsupported(f"The package for {protocol}: URLs is not installed.") from error
+        self.local = protocol in ("file", "local")
+        self._is_object_store = not self.local and not hasattr(self.fs, "client")
+
+    def ids(self) -> list[str]:
+        """Return the names of the directories below the URL, sorted."""
+        return sorted(list_directory(self.fs, self.root))
+
+    def sizes(self, id: str) -> dict[str, int]:
+        """Return the bytes of each file of an image, by name; nothing where there are none."""
+        return {name: int(entry["size"] or 0) for name, entry in list_directory(self.fs, self.path(id)).items()}
+
+    def read_small(self, id: str, name: str, most: int) -> bytes:
+        """Return the content of a file of ``most`` bytes at most.
+
+        Raises `ImageNotFound` where there is none, `ImageFormat` for a larger one, `RemoteFailed`.
+        """
+        with mapped_errors():
+            try:
+                if int(self.fs.info(self.path(id, name))["size"]) > most:
+                    raise ImageFormat(f"The {name} of {id!r} is too large to be one.", image=id)
+                return self.read(id, name)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise ImageNotFound(f"There is no image {id!r} there.", image=id) from error
+
+    def path(self, id: str, name: str = "") -> str:
+        """Return the path of an image's directory, or of its file ``name``, as fsspec takes it."""
+        if not safe_name(id) or "/" in id:
+            raise ImageNotFound(f"There is no image {id!r}.", image=id)
+        return f"{self.root}/{id}" + (f"/{name}" if name else "")
+
+    def read(self, id: str, name: str) -> bytes:
+        """Return the content of a file."""
+        return bytes(self.fs.cat_file(self.path(id, name)))
+
+    def write(self, id: str, name: str, data: bytes, *, durable: bool = False) -> None:
+        """Write a file there, atomically.  ``durable`` is for a local directory; elsewhere the server decides."""
+        path = self.path(id, name)
+        if self.local:
+            write_atomically(Path(path), data, durable=durable)
+        elif self._is_object_store:
+            self.fs.pipe_file(path, data)
+        else:
+            self.fs.pipe_file(path + ".part", data)
+            self.fs.mv(path + ".part", path)
+
+    def make_directory(self, id: str) -> None:
+        """Make the directory so that others may not enter it; in an object store the bucket's rules decide."""
+        if self.local:
+            Path(self.path(id)).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            Path(self.path(id)).mkdir(exist_ok=True, mode=0o700)
+        elif not self._is_object_store:
+            self.fs.makedirs(self.path(id), exist_ok=True, permissions=0o700)
+
+    def create(self, id: str, name: str, data: bytes) -> None:
+        """Write a file that must not be there; of several hosts that try, one succeeds."""
+        with self.fs.open(self.path(id, name), "xb") as file:
+            file.write(data)
+
+    def delete(self, id: str, name: str) -> None:
+        """Delete a file, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.rm_file(self.path(id, name))
+
+    def delete_directory(self, id: str) -> None:
+        """Delete all files of an image, if there are any."""
+        if self.fs.exists(self.path(id)):
+            self.fs.rm(self.path(id), recursive=True)
+
+    def flush(self, id: str) -> None:
+        """Flush an image's files, in a local directory; elsewhere the server decides."""
+        if self.local:
+            directory = Path(self.path(id))
+            for path in (*directory.iterdir(), directory):
+                flush(path)
+
+    def hashes(self, id: str) -> RemoteHashes:
+        """Return the hashes of an image's files."""
+        return RemoteHashes(self.fs, self.path(id), local=self.local)
+
+
+@contextlib.contextmanager
+def mapped_errors() -> Iterator[None]:
+    """Map foreign errors to `RemoteFailed`.  Their texts may contain URLs, so only the reason is kept."""
+    try:
+        yield
+    except GpuCkptError:
+        raise
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+        raise RemoteFailed(f"The storage of the images failed: {reason}.", kind=type(error).__name__) from error

@@ -42,7 +42,8 @@ _log = logging.getLogger(__name__)
 _TURNS = threading.BoundedSemaphore(8)
 #: Seconds from one look at how far CRIU is to the next.
 _LOOK = 0.005
-#: Dumps that are tried while a child of the kernel is killed during each, and while a signal interrupts each.
+#: Dumps that are tried while a child of the kernel is killed during each; and while each is interrupted by a signal, or
+#: meets the kernel at a moment whose state passes.
 _TRIES, _TRIES_INTERRUPTED = 3, 5
 
 
@@ -115,6 +116,10 @@ def dump(attempt: Attempt) -> None:
             if tries == _TRIES_INTERRUPTED:
                 raise
             _log.warning("Kernel %s: %s The dump is tried again", kernel.home.kernel_id, error.message)
+            tries += 1
+        except errors.UnprovenState as error:
+            if tries == _TRIES_INTERRUPTED or not error.details.get("passes"):
+                raise
             tries += 1
         except errors.PipesExhausted:  # other processes of this user have them
             if time.monotonic() + pause > over:

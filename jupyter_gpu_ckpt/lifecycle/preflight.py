@@ -37,6 +37,7 @@ _UNPROVEN = {
     "file": errors.UnsupportedFile,
     "socket": errors.UnsupportedSocket,
     "state": errors.UnprovenState,
+    "moment": errors.UnprovenState,
 }
 
 
@@ -242,7 +243,8 @@ def judge_state(refusals: Iterable[Mapping[str, str]]) -> list[PreflightFinding]
     for refusal in refusals:
         what, hint = refusal["what"], refusal["hint"] or None
         message = f"The kernel has {what}: that would not come back from a checkpoint."
-        found.append(blocking(_UNPROVEN[refusal["kind"]](message, hint=hint, culprit=what)))
+        passes: dict[str, Any] = {"passes": True} if refusal["kind"] == "moment" else {}
+        found.append(blocking(_UNPROVEN[refusal["kind"]](message, hint=hint, culprit=what, **passes)))
     return found
 
 

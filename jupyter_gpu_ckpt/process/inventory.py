@@ -122,7 +122,10 @@ class Found:
         self.unasked: list[str] = []
 
     def refuse(self, what: str, kind: str = "state", hint: str = "") -> None:
-        """Note a refusal: a noun phrase, its kind (``file``, ``socket`` or ``state``), and how to avoid it."""
+        """Note a refusal: a noun phrase, its kind, and how to avoid it.
+
+        ``kind``: ``file``, ``socket``, ``state``, or ``moment`` for state that passes by itself.
+        """
         refusal = {"what": what, "kind": kind, "hint": hint}
         if refusal not in self.refusals:
             self.refusals.append(refusal)
@@ -286,8 +289,18 @@ class _Tree:
         self.semaphores: dict[str, set[int]] = {}
         #: By process, ranges of addresses that are larger than this host's memory and count as used (`mappings`).
         self.large: dict[int, set[tuple[int, int]]] = {}
+        self._groups: set[int] | None = None
         facts = procfs.fields(procfs.read("/proc/meminfo"))
         self.memory = sum(int(facts[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
+
+    def groups(self) -> set[int]:
+        """Return the process groups of the tree's processes, those of zombies included."""
+        if self._groups is None:
+            self._groups = set()
+            for pid in self.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    self._groups.add(os.getpgid(pid))
+        return self._groups
 
 
 class _Process:
@@ -421,6 +434,7 @@ class _Process:
             hint = "End it, or start the program from a file."
             self.refuse_file(f"a program that runs from memory (memfd: {name}, process {self.pid})", hint)
         self.relations()
+        self.foreground()
         self.ended_children()
         if self.mine.semaphore_users.intersection(self.tree.pids):
             self.found.refuse("System V semaphores", hint="Linux may undo what it did to them (SEM_UNDO) when it ends.")
@@ -475,6 +489,17 @@ class _Process:
         if group == stat.foreground and group not in self.tree.pids:
             what = "a process in the foreground of a terminal, in a group whose leader has ended"
             self.found.refuse(what, hint="Wait until the command has ended, or end it.")
+
+    def foreground(self) -> None:
+        """Refuse a terminal in whose foreground is a process group that has ended, which no restore can make again.
+
+        That passes by itself: a shell is about to notice that its command has ended.
+        """
+        stat = procfs.stat(self.pid)
+        if stat.terminal and stat.foreground > 0 and stat.foreground not in self.tree.groups():
+            shown = f"{procfs.described(self.pid)}, group {stat.foreground}"
+            what = f"a terminal in whose foreground a command has just ended ({shown})"
+            self.found.refuse(what, "moment", "Try again: the shell is about to notice it.")
 
     # -- descriptors
 

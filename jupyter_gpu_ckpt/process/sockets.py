@@ -61,6 +61,7 @@ _TCP = _table("""
 _UDP = _table("""
     UDP_ENCAP 100  UDP_NO_CHECK6_TX 101  UDP_NO_CHECK6_RX 102  UDP_SEGMENT 103  UDP_GRO 104
 """)
+_UDP_LITE = _UDP | _table("UDPLITE_SEND_CSCOV 10  UDPLITE_RECV_CSCOV 11")
 _IP = _table("""
     IP_OPTIONS 4  IP_RECVOPTS 6  IP_RETOPTS 7  IP_MTU_DISCOVER 10  IP_RECVERR 11  IP_RECVTTL 12  IP_RECVTOS 13
     IP_PASSSEC 18  IP_TRANSPARENT 19  IP_RECVORIGDSTADDR 20  IP_MINTTL 21  IP_CHECKSUM 23  IP_BIND_ADDRESS_NO_PORT 24
@@ -298,13 +299,13 @@ def options(sock: socket.socket, *, connected: bool = False) -> dict[str, str]:
 
 
 def _tables(kind: tuple[int, int, int]) -> Iterator[tuple[int, dict[str, int]]]:
-    family, type_, protocol = kind
+    family, _, protocol = kind
     yield socket.SOL_SOCKET, _SOCKET
     if family in _INET:
         yield socket.IPPROTO_IP, _IP
         if family == socket.AF_INET6:
             yield socket.IPPROTO_IPV6, _IPV6
-        yield (socket.IPPROTO_TCP, _TCP) if type_ == socket.SOCK_STREAM else (protocol, _UDP)
+        yield protocol, {socket.IPPROTO_TCP: _TCP, socket.IPPROTO_UDPLITE: _UDP_LITE}.get(protocol, _UDP)
 
 
 def _read(sock: socket.socket) -> dict[str, str]:

@@ -112,8 +112,8 @@ def option(
     return "\n".join(lines), f"answer = s.getsockopt({level}, {number}, 64)"
 
 
-def udp(level: int, number: int, value: str) -> tuple[str, str]:
-    return option(level, number, value, kind="SOCK_DGRAM")
+def udp(level: int, number: int, value: str, kind: str = "SOCK_DGRAM") -> tuple[str, str]:
+    return option(level, number, value, kind=kind)
 
 
 def local(number: int, value: str, kind: str = "SOCK_STREAM") -> tuple[str, str]:
@@ -429,6 +429,8 @@ KINDS: dict[str, tuple[str, str]] = {
     "IP_MULTICAST_ALL": udp(0, 49, "0"),
     "UDP_GRO": udp(17, 104, "1"),
     "UDP_SEGMENT": udp(17, 103, "500"),
+    "UDPLITE_SEND_CSCOV": udp(136, 10, "20", "SOCK_DGRAM, 136"),
+    "UDPLITE_RECV_CSCOV": udp(136, 11, "16", "SOCK_DGRAM, 136"),
     "SO_PASSCRED": local(16, "1"),
     "SO_PASSPIDFD": local(76, "1"),
     "SO_PASSRIGHTS": local(83, "0"),

@@ -13,8 +13,9 @@ from waiting import until
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import SocketTaken, UnprovenState, UnsupportedFile, UnsupportedSocket
+from jupyter_gpu_ckpt.image.draft import Draft
 from jupyter_gpu_ckpt.lifecycle import suspend
-from jupyter_gpu_ckpt.process import inventory
+from jupyter_gpu_ckpt.process import inventory, terminals
 
 ROOT = os.geteuid() == 0
 
@@ -212,3 +213,47 @@ def test_what_a_process_shows_as_it_ends_is_no_refusal(monkeypatch):
     assert "a control group of its own" not in [refusal["what"] for refusal in found.refusals]
     assert str(child.pid) not in found.inventory | found.notes
     assert str(os.getpid()) in found.inventory
+
+
+#: A leader of a session on a terminal, as a shell is, in whose foreground a command has ended: reaped or not.
+FOREGROUND = """
+import os, pty, signal, time
+leader, terminal = pty.fork()
+if leader == 0:
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    command = os.fork()
+    if command == 0:
+        os.setpgid(0, 0)
+        os.tcsetpgrp(0, os.getpgid(0))
+        os._exit(0)
+    os.waitid(os.P_PID, command, os.WEXITED | (0 if reap else os.WNOWAIT))
+    os.write(1, b"ended")
+    time.sleep(1000)
+heard = b""
+while b"ended" not in heard: heard += os.read(terminal, 100)
+"""
+
+
+async def test_a_terminal_in_whose_foreground_a_command_has_ended_is_refused_after_the_dump_too(kernel, monkeypatch):
+    """CRIU cannot make its group again, which it says at the restore only; a shell notices it in a moment."""
+    await kernel.run(f"reap, x = True, 41{FOREGROUND}")
+    monkeypatch.setattr(terminals, "obstacle", lambda pid: "")
+    monkeypatch.setattr(suspend, "_lasting_refusals", lambda kernel: [])  # preflight has come a moment earlier
+    tried = []
+    monkeypatch.setattr(Draft, "discard", lambda draft, original=Draft.discard: (tried.append(1), original(draft)))
+    with pytest.raises(UnprovenState, match="a command has just ended") as caught:
+        await kernel.provisioner.checkpoint()
+    assert len(tried) == 5, "the moment may have passed"
+    assert "Try again" in caught.value.hint
+    assert caught.value.left == "the kernel runs on"
+    assert await kernel.run("import os; os.kill(leader, 9); os.close(terminal); os.waitpid(leader, 0); print(x)")
+    monkeypatch.undo()
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(x)") == "41"
+
+
+async def test_a_terminal_in_whose_foreground_is_a_zombie(kernel):
+    await kernel.run(f"reap = False{FOREGROUND}")
+    for _ in range(2):
+        await kernel.provisioner.checkpoint()
+        assert await kernel.run("print(os.tcgetpgrp(terminal) != leader)") == "True"

@@ -16,6 +16,7 @@ import nbformat
 from event_bus import EventBus
 from jupyter_core.paths import jupyter_path
 from live import TOKEN, Server, server
+from waiting import until
 
 FLAGS = [
     "--no-sandbox",
@@ -358,8 +359,13 @@ class Tab:
         return at
 
     def kernel_id(self) -> str:
-        """The id of the kernel of the only session."""
-        (session,) = self.window.server.get("api/sessions")
+        """The id of the kernel of the only session; one of a page before may end a moment later."""
+
+        def only() -> list[dict[str, Any]]:
+            found = self.window.server.get("api/sessions")
+            return found if len(found) == 1 else []
+
+        (session,) = until(only, "a single session", 20)
         return session["kernel"]["id"]
 
     def quiet(self, besides: str = "\0") -> None:

@@ -46,9 +46,10 @@ def _table(text: str) -> dict[str, int]:
 
 
 #: Options that CRIU forgets, by level: the numbers of ``include/uapi/{asm-generic/socket,linux/{in,in6,tcp,udp}}.h``.
+#: In the order in which they are set: SO_TIMESTAMPING ends other kinds of time stamps, the last of which counts.
 _SOCKET = _table("""
-    SO_NO_CHECK 11  SO_TIMESTAMP 29  SO_TIMESTAMPNS 35  SO_TIMESTAMPING 37  SO_TIMESTAMP_NEW 63
-    SO_TIMESTAMPNS_NEW 64  SO_TIMESTAMPING_NEW 65  SO_RXQ_OVFL 40  SO_WIFI_STATUS 41  SO_PEEK_OFF 42  SO_NOFCS 43
+    SO_NO_CHECK 11  SO_TIMESTAMPING 37  SO_TIMESTAMPING_NEW 65  SO_TIMESTAMP 29  SO_TIMESTAMPNS 35
+    SO_TIMESTAMP_NEW 63  SO_TIMESTAMPNS_NEW 64  SO_RXQ_OVFL 40  SO_WIFI_STATUS 41  SO_PEEK_OFF 42  SO_NOFCS 43
     SO_LOCK_FILTER 44  SO_SELECT_ERR_QUEUE 45  SO_BUSY_POLL 46  SO_MAX_PACING_RATE 47  SO_INCOMING_CPU 49
     SO_ZEROCOPY 60  SO_TXTIME 61  SO_PREFER_BUSY_POLL 69  SO_TXREHASH 74  SO_RCVMARK 75  SO_PASSPIDFD 76
     SO_RCVPRIORITY 82  SO_PASSRIGHTS 83
@@ -326,7 +327,7 @@ def reapply(sock: socket.socket, wanted: dict[str, str]) -> list[str]:
     failed = []
     now = _read(sock)
     for level, table in _tables(_kind_of(sock)):
-        for name in table.keys() & wanted.keys():
+        for name in (each for each in table if each in wanted):
             value = bytes.fromhex(wanted[name])
             try:
                 if now.get(name) != wanted[name]:

@@ -441,6 +441,8 @@ KINDS: dict[str, tuple[str, str]] = {
     "IPV6_2292HOPLIMIT": option(41, 8, "1", family="AF_INET6", kind="SOCK_DGRAM"),
     "IPV6_FLOWINFO": option(41, 11, "1", family="AF_INET6", kind="SOCK_DGRAM"),
     "SO_TIMESTAMPNS_NEW": udp(1, 64, "1"),
+    "SO_TIMESTAMP_NEW": udp(1, 63, "1"),
+    "SO_TIMESTAMPING_NEW": udp(1, 65, "0x18"),
     "SO_PASSCRED": local(16, "1"),
     "SO_PASSPIDFD": local(76, "1"),
     "SO_PASSRIGHTS": local(83, "0"),

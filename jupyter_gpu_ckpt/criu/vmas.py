@@ -139,6 +139,10 @@ class Aligned(NamedTuple):
     whole: frozenset[str]
 
 
+#: For a restore by CRIU's own records.
+AS_DUMPED = Aligned({}, frozenset())
+
+
 class _RelatedVmas(NamedTuple):
     """The processes of a dump; ``parents``: of those that run their parent's program, by pid."""
 
@@ -176,7 +180,7 @@ def aligned(directory: Path) -> Aligned:
         records = {pid: _record(tree.fields[pid], [*after[pid], *tree.guards[pid]]) for pid in changed}
     except _UNKNOWN as error:
         _log.info("The mappings stay as CRIU wrote them: %s", error)
-        return Aligned({}, frozenset())
+        return AS_DUMPED
     return Aligned(records, frozenset(pid for pid in changed if len(parts[pid]) > len(tree.mappings[pid])))
 
 

@@ -253,7 +253,8 @@ def _is_used(adapter: Process) -> bool:
     if (found := re.search(r" --port (\d+)( |$)", adapter.command)) is None:
         return True
     port, connected = f":{int(found[1]):04X}", "01"
-    return any(row[1].endswith(port) and row[3] == connected for row in _tcp_rows(connections.holders([adapter.pid])))
+    # Not by its descriptors: one that hides them counts as used, too, while somebody is connected to the port.
+    return any(row[1].endswith(port) and row[3] == connected for row in _tcp_table(adapter.pid))
 
 
 def judge_requests(cells: int, others: Sequence[str]) -> list[PreflightFinding]:
@@ -355,8 +356,11 @@ def _outside(held: Mapping[str, connections.Descriptor], inside: Container[str])
 
 def _tcp_rows(held: Mapping[str, connections.Descriptor]) -> list[list[str]]:
     """Return the rows of ``/proc/net/tcp`` and ``tcp6`` where the sockets ``held`` are; none where there are none."""
-    pids = [pid for pid, _ in held.values()][:1]
-    return [row for pid in pids for kind in ("tcp", "tcp6") for row in procfs.sockets(kind, pid)]
+    return next((_tcp_table(pid) for pid, _ in held.values()), [])
+
+
+def _tcp_table(pid: int) -> list[list[str]]:
+    return [row for kind in ("tcp", "tcp6") for row in procfs.sockets(kind, pid)]
 
 
 def _closed_later(count: int, unread: int) -> str:

@@ -221,7 +221,7 @@ def _criu_directory(attempt: Attempt, directory: Path) -> Iterator[Path]:
     A wake that failed is tried again with CRIU's own tables of mappings: processes rather share less than never wake.
     """
     references, runtime_dir = shared_pages.references(directory), attempt.kernel.home.runtime_dir
-    aligned = vmas.Aligned({}, frozenset()) if attempt.again else vmas.aligned(directory)
+    aligned = vmas.AS_DUMPED if attempt.again else vmas.aligned(directory)
     if not (attempt.changed_files or references or aligned.records):
         yield directory
         return

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import file_facts, shared_memory, sockets, syscalls, watched_files
+from jupyter_gpu_ckpt.process import file_facts, shared_memory, sockets, syscalls, terminals, watched_files
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.reapply import readable_policy, timer_time
 from jupyter_gpu_ckpt.procfs import Mount
@@ -289,18 +289,8 @@ class _Tree:
         self.semaphores: dict[str, set[int]] = {}
         #: By process, ranges of addresses that are larger than this host's memory and count as used (`mappings`).
         self.large: dict[int, set[tuple[int, int]]] = {}
-        self._groups: set[int] | None = None
         facts = procfs.fields(procfs.read("/proc/meminfo"))
         self.memory = sum(int(facts[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
-
-    def groups(self) -> set[int]:
-        """Return the process groups of the tree's processes, those of zombies included."""
-        if self._groups is None:
-            self._groups = set()
-            for pid in self.pids:
-                with contextlib.suppress(ProcessLookupError):
-                    self._groups.add(os.getpgid(pid))
-        return self._groups
 
 
 class _Process:
@@ -491,14 +481,9 @@ class _Process:
             self.found.refuse(what, hint="Wait until the command has ended, or end it.")
 
     def foreground(self) -> None:
-        """Refuse a terminal in whose foreground is a process group that has ended, which no restore can make again.
-
-        That passes by itself: a shell is about to notice that its command has ended.
-        """
-        stat = procfs.stat(self.pid)
-        if stat.terminal and stat.foreground > 0 and stat.foreground not in self.tree.groups():
-            shown = f"{procfs.described(self.pid)}, group {stat.foreground}"
-            what = f"a terminal in whose foreground a command has just ended ({shown})"
+        """Refuse a terminal whose foreground command has ended since preflight (`terminals.obstacle`)."""
+        if terminals.foreground_has_ended(self.pid):
+            what = f"a terminal in whose foreground a command has just ended ({procfs.described(self.pid)})"
             self.found.refuse(what, "moment", "Try again: the shell is about to notice it.")
 
     # -- descriptors

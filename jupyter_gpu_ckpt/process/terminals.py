@@ -70,10 +70,19 @@ def obstacle(pid: int) -> str:
     if numbers and (highest := max(numbers)) not in NUMBERS:
         return f"it has a pseudo-terminal with the number {highest}, and only those below {len(NUMBERS)} can be saved"
     with contextlib.suppress(OSError):
-        seen = procfs.stat(pid)
-        if seen.terminal and seen.foreground > 0 and not _exists(seen.foreground):
+        if foreground_has_ended(pid):
             return "the job in the foreground of its controlling terminal has ended, and no other was put there"
     return ""
+
+
+def foreground_has_ended(pid: int) -> bool:
+    """Return whether nothing is left of the process group in the foreground of a process's controlling terminal.
+
+    CRIU cannot make such a group again, which it says at the restore only.  A shell puts itself there, once it has
+    noticed that its command has ended.  Raises as `procfs.stat`.
+    """
+    seen = procfs.stat(pid)
+    return bool(seen.terminal) and seen.foreground > 0 and not _exists(seen.foreground)
 
 
 def _numbers(pid: int) -> Iterator[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -277,6 +278,18 @@ def test_a_program_that_sigpipe_would_end_is_named_with_the_connections():
             assert f"(pid {pids[0]})" in finding.text
             assert f"(pid {pids[1]})" not in finding.text
     assert preflight.judge_connections(pids, pids) == []
+
+
+def test_a_debuggers_adapter_that_hides_its_descriptors_is_in_use_while_somebody_is_connected(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        command = f"debugpy/adapter --port {listener.getsockname()[1]} --log"
+        adapter = preflight.Process(os.getpid(), command, "S", 0)
+
+        def hidden(pid):
+            raise PermissionError(errno.EACCES, "hidden")
+
+        monkeypatch.setattr(procfs, "descriptors", hidden)
+        assert preflight._is_used(adapter)
 
 
 @pytest.mark.parametrize("closes", [False, True])

@@ -316,10 +316,12 @@ def answering(kernel: KernelState) -> Iterator[None]:
 
 
 def request_agent(kernel: KernelState, verb: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Send a request to the agent and return its reply.  Raises `AgentError`."""
+    """Send a request to the agent and return its reply.  Raises `AgentError`, `LimitReached`."""
     with answering(kernel):
         reply = kernel.gate.request(f"gpu_ckpt_{verb}_request", content, kernel.settings.agent)
     if reply.get("status") != "ok":
+        if lacking := reply.get("lacking"):
+            raise errors.LimitReached(f"The kernel has reached a limit: it gets no more {lacking}.")
         message = f"The agent could not {verb} the kernel: {reply.get('ename')}: {reply.get('evalue')}"
         raise errors.AgentError(message, traceback=reply.get("traceback", []))
     return reply

@@ -16,6 +16,7 @@ from ..cuda import refusals
 from ..cuda.cuda import UNKNOWN, CudaState
 from ..errors import GpuCkptError
 from ..image import chunk_cache
+from ..process import descriptors
 from . import cuda_processes, host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Saved
 from .plans import State
@@ -313,6 +314,15 @@ def answering(kernel: KernelState) -> Iterator[None]:
             if (status := capsule.poll()) is not None:
                 raise errors.CapsuleGone(f"The kernel's process ended (status {status}).", status=status) from error
             raise
+
+
+def open_gate(kernel: KernelState, timeout: float) -> None:
+    """Connect the gate to a kernel that runs, if it can accept that, and wait until it has answered.
+
+    Raises `LimitReached`: it was not connected to, because that would have ended it.
+    """
+    with answering(kernel), descriptors.room(kernel.require_capsule().host_pid, timeout):
+        kernel.gate.open(timeout)
 
 
 def request_agent(kernel: KernelState, verb: str, content: dict[str, Any]) -> dict[str, Any]:

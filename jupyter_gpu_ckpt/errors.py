@@ -10,6 +10,7 @@ code reads foreign error texts.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -52,8 +53,16 @@ class GpuCkptError(Exception):
 
     @classmethod
     def from_exception(cls, error: BaseException) -> GpuCkptError:
-        """Return ``error`` itself where it is one of these, else an error of the base class that names it."""
-        return error if isinstance(error, GpuCkptError) else GpuCkptError(f"{type(error).__name__}: {error}")
+        """Return ``error`` itself where it is one of these, else an error that names it.
+
+        That is a `LimitReached` if this process has got no memory, descriptor or thread, else one of the base class.
+        """
+        if isinstance(error, GpuCkptError):
+            return error
+        if isinstance(error, RuntimeError) and "start new thread" in str(error):
+            return LimitReached(_NO_MORE.format("threads"))
+        number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno if isinstance(error, OSError) else None
+        return LimitReached.from_errno(number) or GpuCkptError(f"{type(error).__name__}: {error}")
 
     def __str__(self) -> str:
         parts = [f"[{self.code}] {self.message}"]
@@ -237,12 +246,27 @@ class NoMemory(InsufficientResources, code="NO_MEMORY"):
 
 
 class LimitReached(InsufficientResources, code="LIMIT_REACHED"):
-    """The kernel has reached a limit of its own: of open files, threads, processes or memory."""
+    """The kernel or its server has reached a limit: of open files, threads, processes or memory."""
 
     default_hint = (
         "Close files, end threads or child processes, or free memory in the kernel, or have its limits raised (ulimit, "
         "resource.setrlimit, its control group), and try again."
     )
+
+    @classmethod
+    def from_errno(cls, number: int | None) -> LimitReached | None:
+        """Return the error for an errno(3) that says that this process has reached a limit; None for others."""
+        return cls(_NO_MORE.format(_LACKING[number])) if number in _LACKING else None
+
+
+#: What a process gets no more of, by the number of an error; the agent's own are in `agent.limits`.
+_LACKING = {
+    errno.ENOMEM: "memory",
+    errno.EMFILE: "file descriptors",
+    errno.ENFILE: "file descriptors",
+    errno.EAGAIN: "threads or processes",
+}
+_NO_MORE = "The server, or the kernel, has reached a limit: it gets no more {}."
 
 
 # -- states -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 
@@ -140,3 +141,23 @@ def test_an_error_says_what_happened_what_is_left_and_what_to_do():
 def test_a_hint_of_its_own_or_none_at_all():
     assert errors.NoSpace("x", hint="y").hint == "y"
     assert str(errors.NoSpace("x", hint="")) == "[NO_SPACE] x"
+
+
+@pytest.mark.parametrize(
+    ("error", "lacking"),
+    [
+        (RuntimeError("can't start new thread"), "threads"),
+        (BlockingIOError(errno.EAGAIN, "fork"), "threads or processes"),
+        (OSError(errno.EMFILE, "open"), "file descriptors"),
+        (OSError(errno.ENOMEM, "mmap"), "memory"),
+        (MemoryError(), "memory"),
+        (RuntimeError("something else"), None),
+        (OSError(errno.ENOENT, "open"), None),
+    ],
+)
+def test_an_error_that_a_limit_has_caused_says_so(error, lacking):
+    ours = GpuCkptError.from_exception(error)
+    if lacking is None:
+        assert ours.code == "INTERNAL"
+    else:
+        assert (ours.code, f"no more {lacking}." in ours.message) == ("LIMIT_REACHED", True)

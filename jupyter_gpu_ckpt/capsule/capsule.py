@@ -35,6 +35,7 @@ from ..errors import (
     DeletedMapping,
     GpuCkptError,
     KernelBusy,
+    LimitReached,
     LoopbackTcp,
     NoMemory,
     NoSpace,
@@ -324,6 +325,8 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             message = f"The kernel's capsule speaks version {version} of its protocol, this release version {VERSION}."
             raise ProtocolVersion(message, left="the kernel is as it was", version=version)
         if "error" in reply:
+            if request["verb"] == "run" and (limit := LimitReached.from_errno(reply["errno"])) is not None:
+                raise limit
             raise CapsuleError(f"{request['verb']} failed inside the capsule: {reply['error']}", errno=reply["errno"])
         return reply, received
 

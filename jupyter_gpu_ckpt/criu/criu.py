@@ -86,6 +86,11 @@ _CAUSES: tuple[tuple[str, type[CriuError | NoSpace | LimitReached], str], ...] =
         LimitReached,
         "The kernel may not have the few MiB of memory that CRIU needs in it (RLIMIT_AS).",
     ),
+    (
+        r"(?:Unable to create a thread: -11|Can't fork for \d+: Resource temporarily unavailable)()",
+        LimitReached,
+        "The kernel had more threads and processes than its user or its control group may have now.",
+    ),
     (r"Disk quota exceeded()", NoSpace, "The disk quota was used up while the image was written."),
     (r"File (\S.*?) has bad (?:size|build-ID|mode)", ChangedFile, "{0} was changed while the kernel was away."),
     (r"Can't open file (\S.*?)(?: on restore)?: No such file", MissingFile, "{0} is not there any more."),

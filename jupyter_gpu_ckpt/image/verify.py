@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import fnmatch
+import functools
 import hmac
 import json
 import mmap
@@ -196,11 +197,26 @@ def _readers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(DEPTH, thread_name_prefix="image-read")
 
 
+@functools.cache
+def _hashing_threads() -> int:
+    """Return how many threads hash a file: all processors', or one.
+
+    The threads are started once in a process.  Where they cannot be, the hash function panics then and each time after.
+    """
+    try:
+        blake3(bytes(1 << 20), max_threads=blake3.AUTO)
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        return 1
+    return int(blake3.AUTO)
+
+
 def _digest(
     path: Path, size: int, pool: ThreadPoolExecutor, *, punch: bool = False, progress: Progress | None = None
 ) -> str:
     """Return the BLAKE3 of the first ``size`` bytes of a file, in hex.  Raises `OSError`."""
-    hasher = blake3(max_threads=blake3.AUTO)
+    hasher = blake3(max_threads=_hashing_threads())
     fd = os.open(path, (os.O_RDWR if punch else os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "r+b" if punch else "rb", buffering=0):
         for number, block in enumerate(_blocks(fd, size, pool)):

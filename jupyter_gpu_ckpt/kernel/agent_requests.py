@@ -52,10 +52,13 @@ class AgentRequests:
         self.protected_until = protected_until
         #: The widget in the notebook that shows the kernel's state, if there is one.
         self.panel: Panel | None = None
+        with contextlib.suppress(RuntimeError):
+            _pool.submit(int)  # starts a thread, as long as there are any
 
     def answer(self, content: dict[str, Any], lifecycle: Lifecycle, gate: Gate) -> None:
         """Called with a request on the gate's thread; the answer is sent through ``gate`` when it is ready."""
-        _pool.submit(self._answer, content, lifecycle, gate)
+        with contextlib.suppress(RuntimeError):  # there are no more threads: one of the pool takes it
+            _pool.submit(self._answer, content, lifecycle, gate)
 
     def report_failure(self, error: GpuCkptError, gate: Gate) -> None:
         """Have the kernel, which runs on, show its user why a verb that was requested in it failed."""

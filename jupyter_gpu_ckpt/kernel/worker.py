@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ..errors import StateError
+from ..errors import GpuCkptError, StateError
 
 Result = TypeVar("Result")
 
@@ -23,10 +23,17 @@ class Worker:
         self._last_runs: dict[str, tuple[tuple[Any, ...], Future[Any]]] = {}
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
-        """Run ``call`` after those submitted before."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
-        return self._pool.submit(call)
+        """Run ``call`` after those submitted before.  Raises `LimitReached`: it is not run."""
+        if self._pool is not None:
+            return self._pool.submit(call)
+        pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+        try:
+            future = pool.submit(call)
+        except RuntimeError as error:  # there are no more threads, and the next call would have it run
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise GpuCkptError.from_exception(error) from error
+        self._pool = pool
+        return future
 
     async def verb(self, name: str, call: Callable[..., Result], *arguments: Any) -> Result:
         """Run a verb; a second request for the same joins the one under way.

@@ -13,7 +13,16 @@ from pathlib import Path
 from ..capsule.capsule import Capsule
 from ..capsule.namespaces import Clocks
 from ..criu import images, shared_pages, vmas
-from ..errors import CapsuleGone, CriuError, ImageArchived, KeyUnusable, NoMemory, RuntimeDirectory
+from ..errors import (
+    CapsuleError,
+    CapsuleGone,
+    CriuError,
+    ImageArchived,
+    KeyUnusable,
+    LimitReached,
+    NoMemory,
+    RuntimeDirectory,
+)
 from ..files.disk import mapped_errors
 from ..image import device_memory, layout, links
 from ..image.chunk_cache import ChunkCache
@@ -135,14 +144,20 @@ def criu_restore(attempt: Attempt) -> None:
                 stale.unlink()
     except OSError as error:
         raise RuntimeDirectory(f"{home.runtime_dir} cannot be written: {error.strerror}.") from error
-    capsule = Capsule.create(
-        home.runtime_dir,
-        offsets=Clocks(manifest.monotonic, manifest.boottime) - Clocks.now(),
-        known_as=Path(manifest.runtime_dir),
-        sockets=home.sockets,
-        stdout=home.stdout,
-        stderr=home.stderr,
-    )
+    try:
+        capsule = Capsule.create(
+            home.runtime_dir,
+            offsets=Clocks(manifest.monotonic, manifest.boottime) - Clocks.now(),
+            known_as=Path(manifest.runtime_dir),
+            sockets=home.sockets,
+            stdout=home.stdout,
+            stderr=home.stderr,
+        )
+    except CapsuleError as error:
+        number = error.details.get("errno", getattr(error.__cause__, "errno", None))
+        if (limit := LimitReached.from_errno(number)) is not None:
+            raise limit from error
+        raise
     attempt.restoring = capsule  # from here on `terminate` ends it; if that was called before, the check notices
     try:
         kernel.cancellation.check(Reason.END)

@@ -151,6 +151,21 @@ LINES = [
     ),
     ("(00.004) Error (criu/cr-restore.c:1489): Can't fork for 472: File exists", "PID_TAKEN", "472"),
     (
+        "(00.004) Error (criu/cr-restore.c:1489): Can't fork for 472: Resource temporarily unavailable",
+        "LIMIT_REACHED",
+        "more threads and processes than",
+    ),
+    (
+        "pie: 14847: Error (criu/pie/restorer.c:2185): Unable to create a thread: -11",
+        "LIMIT_REACHED",
+        "more threads and processes than",
+    ),
+    (
+        "(00.004) Error (compel/arch/x86/src/lib/infect.c:541): remote mmap() failed: Cannot allocate memory",
+        "LIMIT_REACHED",
+        "RLIMIT_AS",
+    ),
+    (
         "(00.008) Error (criu/sk-unix.c:874): unix: External socket is used. Consider using --ext-unix-sk option.",
         "SOCKET_UNSUPPORTED",
         "unix socket",

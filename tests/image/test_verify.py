@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -404,6 +405,28 @@ def test_a_hash_is_that_of_the_file_whatever_its_size(tmp_path, size):
     path.write_bytes(content)
     with verify._readers() as pool:
         assert verify._digest(path, size, pool) == blake3(content).hexdigest()
+
+
+def test_files_are_hashed_by_one_thread_where_others_cannot_be_started(tmp_path, monkeypatch):
+    """BLAKE3's threads are started once in a process; if that fails each use of them is a panic, no `Exception`."""
+
+    class PanicException(BaseException):
+        pass
+
+    def hasher(*data: bytes, max_threads: int) -> Any:
+        if max_threads == blake3.AUTO:
+            raise PanicException("The global thread pool has not been initialized.")
+        return blake3(*data, max_threads=max_threads)
+
+    hasher.AUTO = blake3.AUTO  # type: ignore[attr-defined]
+    monkeypatch.setattr(verify, "blake3", hasher)
+    verify._hashing_threads.cache_clear()
+    try:
+        (tmp_path / "file").write_bytes(b"content")
+        with verify._readers() as pool:
+            assert verify._digest(tmp_path / "file", 7, pool) == blake3(b"content").hexdigest()
+    finally:
+        verify._hashing_threads.cache_clear()
 
 
 def test_a_file_that_is_cut_short_while_it_is_hashed_is_refused_and_ends_no_process(store, monkeypatch):

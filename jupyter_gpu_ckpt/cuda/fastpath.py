@@ -36,9 +36,19 @@ from typing import Any, NamedTuple
 from .. import procfs
 from ..capsule.capsule import Capsule
 from ..capsule.namespaces import HOST_MEMORY
-from ..errors import CapsuleError, CapsuleGone, CudaError, GpuCkptError, GpuFull, ProtocolVersion, UnsupportedCuda
+from ..errors import (
+    CapsuleError,
+    CapsuleGone,
+    CudaError,
+    GpuCkptError,
+    GpuFull,
+    LimitReached,
+    ProtocolVersion,
+    UnsupportedCuda,
+)
 from ..files.atomic import write_atomically
 from ..paths import data_directory
+from ..process import descriptors
 from ..units import size
 from .cuda import OUT_OF_MEMORY, Cuda, CudaState
 
@@ -468,7 +478,12 @@ class FastPath:
 
     @contextlib.contextmanager
     def _library(self, timeout_s: float) -> Iterator[_Library | None]:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        with contextlib.ExitStack() as resources:
+            try:  # for the connection, and for the extents
+                resources.enter_context(descriptors.room(self._capsule.host_pid, _SHORT_SECONDS))
+            except LimitReached as error:
+                raise _Refused(error.message) from error
+            connection = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             connection.settimeout(timeout_s)
             try:
                 directory = os.open(self._capsule.directory, os.O_DIRECTORY | os.O_CLOEXEC)

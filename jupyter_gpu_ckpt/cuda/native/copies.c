@@ -187,7 +187,7 @@ static CUresult open_ring(struct ring *ring, CUcontext context, size_t bytes)
 {
     ring->memory = map_huge_pages(bytes);
     if (ring->memory == NULL)
-        return CUDA_ERROR_OUT_OF_MEMORY;
+        return CUDA_ERROR_OPERATING_SYSTEM; /* out of memory is the device */
     ring->bytes = bytes;
     ring->context = context;
     /* Registered, not allocated by the driver: with huge pages that takes a third of the time. */
@@ -209,7 +209,7 @@ static void start(struct work *work, size_t workers)
            pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
         work->begun++;
     if (result == CUDA_SUCCESS && work->begun == 0)
-        result = CUDA_ERROR_OUT_OF_MEMORY;
+        result = CUDA_ERROR_OPERATING_SYSTEM;
     fail(result);
 }
 
@@ -288,7 +288,7 @@ CUresult copies_run(bool outwards)
     struct part *parts = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (parts == MAP_FAILED) {
         host_memory_close();
-        return CUDA_ERROR_OUT_OF_MEMORY;
+        return CUDA_ERROR_OPERATING_SYSTEM;
     }
     size_t workers = processors() / count;
     workers = workers > MAX_WORKERS ? MAX_WORKERS : workers == 0 ? 1 : workers;

@@ -230,7 +230,7 @@ CUresult rwlock_release(CUresult (*dry_run)(void))
     pthread_t thread;
     if (pthread_create(&thread, NULL, run_probe_call, NULL) != 0) {
         atomic_store(&probe_call.state, IDLE);
-        return CUDA_ERROR_OUT_OF_MEMORY;
+        return CUDA_ERROR_OPERATING_SYSTEM;
     }
     pthread_detach(thread);
     return wait_for_probe_call() ? probe_call.result : CUDA_ERROR_NOT_READY;

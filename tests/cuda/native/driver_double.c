@@ -393,14 +393,20 @@ static void *run(void *argument)
     return NULL;
 }
 
+/* NULL if there is no thread for it. */
 static CUstream stream_of(CUcontext context)
 {
     CUstream stream = calloc(1, sizeof *stream);
+    if (stream == NULL)
+        return NULL;
     stream->context = context;
     stream->last = &stream->first;
     pthread_mutex_lock(&mutex);
-    if (pthread_create(&stream->thread, NULL, run, stream) != 0)
-        misuse("a stream has no thread");
+    if (pthread_create(&stream->thread, NULL, run, stream) != 0) {
+        pthread_mutex_unlock(&mutex);
+        free(stream);
+        return NULL;
+    }
     stream->other = context->first;
     context->first = stream;
     pthread_mutex_unlock(&mutex);
@@ -449,6 +455,8 @@ EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned int flags)
     if (flags != CU_STREAM_NON_BLOCKING)
         misuse("cuStreamCreate: it would wait for the program's own work");
     *stream = stream_of(context);
+    if (*stream == NULL)
+        return CUDA_ERROR_OUT_OF_MEMORY;
     __atomic_add_fetch(&stream_count, 1, __ATOMIC_RELAXED);
     return CUDA_SUCCESS;
 }

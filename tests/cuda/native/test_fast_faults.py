@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
+from pathlib import Path
+
 import pytest
 from subject import MIB, Control, Subject, running
 
@@ -118,3 +122,30 @@ def test_memory_that_could_not_be_freed_is_freed_later(subject, function):
     subject.free(number)
     out = subject.outstanding()
     assert (out["used"], out["reservations"]) == (0, 0)
+
+
+def used(subject: Subject, number: int) -> int:
+    """Return what counts against a limit of the program: descriptors below the highest, or bytes of address space."""
+    if number == resource.RLIMIT_NOFILE:
+        return max(map(int, os.listdir(f"/proc/{subject.pid}/fd"))) + 1
+    pages = int(Path(f"/proc/{subject.pid}/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("number", "free"),
+    [(resource.RLIMIT_NOFILE, free) for free in range(4)]
+    + [(resource.RLIMIT_AS, free * MIB) for free in (0, 1, 2, 4, 8, 12, 16, 24, 32, 64)],
+)
+def test_a_program_that_has_reached_a_limit_loses_nothing(filled, verb, number, free):
+    """Without descriptors, memory, or the stacks of threads."""
+    subject = filled
+    with subject.control() as control:
+        control.must("status", *VERBS[: VERBS.index(verb)])
+        before = resource.prlimit(subject.pid, number)
+        resource.prlimit(subject.pid, number, (used(subject, number) + free, before[1]))
+        answer = control.ask(verb)
+        resource.prlimit(subject.pid, number, before)
+        one_place(subject, answer["swapped_out"])
+        retry(subject, control)

@@ -6,6 +6,7 @@ One double is the driver that the kernel calls (`driver_double.c`), another the 
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,12 +14,14 @@ from pathlib import Path
 import pytest
 from fast_program import MIB, SIZES, A, frozen
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.cuda.cuda import OUT_OF_MEMORY
 from jupyter_gpu_ckpt.cuda.fastpath import Amounts, FastPath
 from jupyter_gpu_ckpt.errors import CudaError, GpuFull
 from jupyter_gpu_ckpt.lifecycle import suspend
+from jupyter_gpu_ckpt.process import descriptors
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeDriver
 
 
@@ -74,6 +77,20 @@ def test_with_threads_that_cannot_be_stopped_the_driver_moves_the_memory(kernel)
     assert kernel.swap_out() == 0
     assert kernel.state == LOCKED
     kernel.swap_in()
+    kernel.runs_on()
+
+
+def test_a_program_that_has_opened_all_files_it_may_comes_back(kernel):
+    """It could not close one: it waits for its memory."""
+    limit = resource.prlimit(kernel.pid, resource.RLIMIT_NOFILE)
+    kernel.lock()
+    assert kernel.swap_out() > 0
+    numbers = procfs.descriptors(kernel.pid)
+    resource.prlimit(kernel.pid, resource.RLIMIT_NOFILE, (len(numbers), limit[1]))
+    assert descriptors.free(kernel.pid) <= 0, "no number is free"
+    kernel.swap_in()
+    assert kernel.path.amounts().swapped_out == 0
+    resource.prlimit(kernel.pid, resource.RLIMIT_NOFILE, limit)
     kernel.runs_on()
 
 

@@ -182,6 +182,18 @@ def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
 
 
 @root_only
+def test_limits_as_an_ordinary_user(place, criu):
+    """Root's threads are not counted, and its hard limits can be raised."""
+    nobody = Nobody(place, criu)
+    tests = ["tests/agent/test_limits.py", "tests/faults/test_no_descriptors.py", "tests/process/test_descriptors.py"]
+    said = nobody.run(pytest_of(*tests), timeout=HANGS)
+    assert " skipped" not in said
+    chosen = "opened_all or no_more_threads"
+    nobody.run(pytest_of("tests/kernel/test_orphans.py", "tests/agent/test_widgets.py", "-k", chosen), timeout=HANGS)
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
 def test_forked_workers_as_an_ordinary_user(place, criu):
     """An ordinary user cannot see which page frames processes share."""
     nobody = Nobody(place, criu)

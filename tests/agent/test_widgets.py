@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from harness import DAEMON, END_DAEMON, until
+from limits import LIMITS, ordinary_users
 
 pytest.importorskip("ipywidgets", reason="ipywidgets is missing: pip install ipywidgets")
 
@@ -115,6 +116,20 @@ async def test_a_panel_follows_what_others_do_and_survives_it_twice(browser):
         await browser.run("1")
         assert browser.shown("state") == "running"
         await kernel.settled("running")
+
+
+@ordinary_users
+async def test_a_panel_of_a_kernel_that_may_have_no_more_threads_is_found_by_another_server(browser):
+    kernel = browser.kernel
+    await browser.run(f"{LIMITS}leave('NPROC', -5)")
+    await browser.run("%gpu_checkpoint")
+    await browser.listen(lambda: "checkpointed" in browser.shown("state"))
+    kernel.provisioner.agent_requests.panel = None
+    browser.press("wake")
+    await browser.listen(lambda: browser.shown("state") == "running")
+    await kernel.settled("running")
+    await until(lambda: kernel.provisioner.agent_requests.panel is not None)
+    assert await browser.run("print(panel.message.value)") == "\n"
 
 
 async def test_a_refusal_is_shown_with_its_hint(browser):

@@ -81,7 +81,7 @@ def test_with_threads_that_cannot_be_stopped_the_driver_moves_the_memory(kernel)
 
 
 def test_a_program_that_has_opened_all_files_it_may_comes_back(kernel):
-    """It could not close one: it waits for its memory."""
+    """A program that waits for its memory can close none."""
     limit = resource.prlimit(kernel.pid, resource.RLIMIT_NOFILE)
     kernel.lock()
     assert kernel.swap_out() > 0

@@ -143,7 +143,7 @@ class Subject:
         return reply["content"]
 
     async def printed(self, stream: str) -> str:
-        """What cells printed to ``stream``, as far as the client that does not care has not read it yet."""
+        """The text that cells printed to ``stream``, as far as the client that does not care has not read it yet."""
         text = ""
         while await self._other_tab.iopub_channel.msg_ready():
             message = await self._other_tab.get_iopub_msg(timeout=1)

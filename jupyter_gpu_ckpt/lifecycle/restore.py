@@ -94,7 +94,7 @@ def _require_match(attempt: Attempt, image: Image) -> list[str]:
         accepted = _mismatches(attempt, image, True)
         if not any(mismatch.hard for mismatch in accepted) and _user_accepts(kernel, accepted_files(accepted)):
             found = accepted
-    require(found)
+    require(found, image.id)
     return accepted_files(found)
 
 

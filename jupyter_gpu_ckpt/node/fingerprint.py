@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from . import facts as node
@@ -54,8 +54,7 @@ def fingerprint(
 
     noted = _noted_files(files, lambda path: points.get(mount_of(path), ""))
     if hashes is not None:
-        contents = ((path, file, file["writes"]) for path, file in noted.items() if file["checked"] and "inode" in file)
-        for path, hash in hashes.of_kernel(contents).items():
+        for path, hash in hashes.of_kernel(unhashed(noted)).items():
             noted[path]["blake3"] = hash
     used = {mount_of(path) for path in noted} - {"/"}
     return {
@@ -72,6 +71,13 @@ def fingerprint(
         "memory": memory,
         "disk": memory,
     }
+
+
+def unhashed(files: Mapping[str, Facts]) -> Iterator[tuple[str, Facts, bool]]:
+    """Yield the files of a fingerprint whose content counts and has no hash: path, facts, whether the kernel writes."""
+    for path, file in files.items():
+        if file["checked"] and "inode" in file and not file.get("blake3"):
+            yield path, file, bool(file.get("writes"))
 
 
 def inspect_node(
@@ -163,10 +169,17 @@ def _present(path: str, was: Facts, hashes: Hashes | None, cancelled: Callable[[
         return None
     if node.same_file(was, now):
         return {**now, "same": True}
-    now |= {"same": False, "build_id": "", "blake3": ""}
+    now |= {"same": False, "build_id": "", "blake3": "", "usable": _is_usable(path, was)}
     now["database_born"] = node.database_born(path) if was.get("database_born") else 0
     if stat.S_ISREG(now["mode"]):
         now["build_id"] = node.build_id(path) if was["build_id"] else ""
         if hashes is not None and was.get("blake3") and now["size"] == was["size"]:
             now["blake3"] = hashes.of(path, now, cancelled)
     return now
+
+
+def _is_usable(path: str, was: Facts) -> bool:
+    """Return whether the user may open the file again as the kernel had it open."""
+    if stat.S_ISDIR(was["mode"] or 0):
+        return os.access(path, os.R_OK | os.X_OK, effective_ids=True)
+    return os.access(path, os.R_OK | (os.W_OK if was.get("writes") else 0), effective_ids=True)

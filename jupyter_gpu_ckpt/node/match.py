@@ -6,36 +6,18 @@ A hard `Mismatch` means that the restore would fail, or that the kernel would br
 from __future__ import annotations
 
 import re
-import shlex
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import gt, ne
 from typing import Any
 
 from ..errors import ChangedFile, GpuCkptError, MissingFile, NodeUnfit, PortTaken, SocketTaken
-from ..terminal_text import printable
 from ..units import size
+from .changed_files import Judge, changed_files
 from .facts import LINGERS, Facts
 from .fingerprint import fingerprint, inspect_node
+from .mismatch import Mismatch
 
 __all__ = ["Facts", "Mismatch", "accepted_files", "fingerprint", "inspect_node", "match", "require"]
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A difference.  ``field``: a stable word; ``hard``: the image cannot be restored here; ``path``: of a file."""
-
-    field: str
-    what: str
-    wanted: str
-    found: str
-    advice: str
-    hard: bool
-    path: str = ""
-
-    def __str__(self) -> str:
-        return printable(f"{self.what}: wanted {self.wanted}, found {self.found}. {self.advice}")
 
 
 def match(
@@ -57,7 +39,7 @@ def match(
         if key in wanted:
             mismatches += compare(wanted, found)
     here = bool(wanted.get("machine")) and wanted.get("machine") == found.get("machine")
-    mismatches += _files(wanted.get("files", {}), found["files"], _Judge(accept_changed_files, here, image))
+    mismatches += changed_files(wanted.get("files", {}), found["files"], Judge(accept_changed_files, here, image))
     if wanted.get("cuda"):
         mismatches += _gpus(wanted, found, gpu_map)
     return sorted(mismatches, key=lambda mismatch: not mismatch.hard)
@@ -219,152 +201,6 @@ _COMPARE_CUDA: tuple[_Comparison, ...] = (
     ),
     _compared("cuda", "CUDA version of the driver", ne, "It comes with the driver; install the same version here."),
 )
-
-
-#: The names of ``stat(2)`` for the kinds of files.
-_KINDS = {
-    stat.S_IFREG: "a file",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-@dataclass(frozen=True)
-class _Judge:
-    """``accept``: changed data files are accepted.  ``here``: on the image's own machine.  ``image``: its id."""
-
-    accept: bool
-    here: bool
-    image: str
-
-    @property
-    def how_to_accept(self) -> str:
-        return f"`jupyter gpu-ckpt match {self.image} --accept-changed-files`"
-
-
-def _files(wanted: Mapping[str, Facts], found: Mapping[str, Facts | None], judge: _Judge) -> Iterator[Mismatch]:
-    for path, was in wanted.items():
-        yield from _file(path, was, found[path], judge)
-
-
-def _file(path: str, was: Facts, now: Facts | None, judge: _Judge) -> Iterator[Mismatch]:
-    if now is None:
-        before = f"{size(was['size'])}, the kernel {'has it open' if was['open'] else 'uses it'}"
-        yield Mismatch("file_missing", path, before, "no file", "Put it back.", True, path)
-    elif _kind(was) and _kind(now) != _kind(was):
-        before, after = (_KINDS.get(_kind(file), "another kind of file") for file in (was, now))
-        yield Mismatch("file_changed", path, before, after, "Put it back.", True, path)
-    elif now.get("same"):
-        return
-    elif was["build_id"] and now["build_id"] != was["build_id"]:
-        before, after = f"build-id {was['build_id'][:12]}", f"build-id {now['build_id'][:12]}"
-        advice = "The kernel has this program code mapped; install the same version as on the other node."
-        yield Mismatch("build", path, before, after if now["build_id"] else "no build-id", advice, True, path)
-    else:
-        yield from _other_rights(path, was, now, judge)
-        if stat.S_ISDIR(now["mode"]):
-            yield from _replaced_directory(path, was, now, judge)
-        elif now["size"] == was["size"]:
-            yield from _other_content(path, was, now, judge)
-        else:
-            yield from _other_size(path, was, now, judge)
-
-
-def _kind(file: Facts) -> int:
-    return stat.S_IFMT(file["mode"] or 0)
-
-
-def _replaced_directory(path: str, was: Facts, now: Facts, judge: _Judge) -> Iterator[Mismatch]:
-    # A device with another number may be the same one, mounted again.
-    if judge.here and "inode" in was and now["device"] == was["device"] and now["inode"] != was["inode"]:
-        advice = f"It was replaced: put the old one back. Or accept it as it is: {judge.how_to_accept}."
-        yield Mismatch("file_changed", path, "the directory there was", "another one", advice, not judge.accept, path)
-
-
-_DELETED = "The kernel has it open under a name that was deleted; put it back as it was."
-_CONTINUES = "The kernel continues with it as it is now."
-
-
-def _other_content(path: str, was: Facts, now: Facts, judge: _Judge) -> Iterator[Mismatch]:
-    """Compare files of the same kind and size by their hashes, or where there is none, by their identities."""
-    if not was["checked"] or "inode" not in was:
-        return  # only appended to, or without a noted identity
-    unchanged = (was["inode"], was["mtime"]) == (now["inode"], now["mtime"])
-    if was.get("blake3") and now.get("blake3"):
-        if was["blake3"] == now["blake3"]:
-            return
-        before, after = f"content {was['blake3'][:12]}", f"content {now['blake3'][:12]}"
-    elif was["build_id"]:
-        return
-    elif unchanged:
-        if not was.get("made") and was["ctime"] != now["ctime"]:
-            yield _unproven(path, was, now, judge)
-        return
-    elif not judge.here or was["device"] != now["device"]:
-        return  # a copy, or the same file on a device that was mounted again: nothing but the size can be compared
-    elif was["inode"] != now["inode"]:
-        before, after = "the file there was", "another one"
-    else:
-        before, after = "as it was", "written to since"
-    yield Mismatch("file_changed", path, before, after, *_judged(was, now, False, judge), path)
-
-
-def _unproven(path: str, was: Facts, now: Facts, judge: _Judge) -> Mismatch:
-    """Return the mismatch of a file of which nothing but the time of its last change of any kind (ctime) differs.
-
-    Rights, names and attributes change that time, and so does a program that writes to the file and puts its time of
-    modification back.  Who knows which of them it was may say so, of program code, too.
-    """
-    why = "it cannot be read" if was.get("blake3") else "the image has no hash of it, as it was new and large"
-    advice = (
-        f"Another name or other rights count as a change, too, but its content cannot be compared: {why}. "
-        f"If you know that its content is the same, accept it: {judge.how_to_accept}."
-    )
-    advice, hard = (_CONTINUES, False) if judge.accept else (advice, True)
-    return Mismatch("file_changed", path, "unchanged since the checkpoint", "changed (ctime)", advice, hard, path)
-
-
-def _judged(was: Facts, now: Facts, mapped: bool, judge: _Judge) -> tuple[str, bool]:
-    """Return the advice about a changed file, and whether it is hard.  ``mapped``: memory depends on its size."""
-    if was.get("made"):
-        return _DELETED, True
-    if was.get("code"):
-        return "The kernel has this program code mapped; put it back as it was.", True
-    if mapped:
-        return "The kernel has it mapped into its memory; put it back as it was.", True
-    born = was.get("database_born")
-    if born and not was["locked"] and (was.get("inode"), born) == (now["inode"], now["database_born"]):
-        # Without a lock a connection takes nothing for granted: each transaction begins with the change counter.
-        return "SQLite notices what others wrote into its database.", False
-    if judge.accept:
-        return _CONTINUES, False
-    return f"Put it back. Or accept it as it is: {judge.how_to_accept}.", True
-
-
-def _other_rights(path: str, was: Facts, now: Facts, judge: _Judge) -> Iterator[Mismatch]:
-    """Compare permissions: other ones are no other content, but the kernel must be able to open the file again."""
-    if was["mode"] is None or now["mode"] == was["mode"]:
-        return
-    before, after = f"mode {was['mode']:o}", f"mode {now['mode']:o}"
-    advice = f"chmod {was['mode'] & 0o7777:o} {shlex.quote(path)}"
-    if now["usable"]:
-        yield Mismatch("file_changed", path, before, after, _CONTINUES, False, path)
-    else:
-        yield Mismatch("file_changed", path, before, after, advice, not judge.accept, path)
-
-
-def _other_size(path: str, was: Facts, now: Facts, judge: _Judge) -> Iterator[Mismatch]:
-    if not (was["checked"] or was["open"]):
-        return
-    # Beyond the end of a mapped file there is no memory: an access ends the process (SIGBUS).
-    mapped = bool(was["build_id"] or (was["mapped"] and now["size"] < was["size"]))
-    advice, hard = _judged(was, now, mapped, judge)
-    if not was["checked"]:
-        advice, hard = "The kernel only appends to it, and continues at its end.", False
-    yield Mismatch("file_changed", path, f"{was['size']} bytes", f"{now['size']} bytes", advice, hard, path)
 
 
 def _gpus(wanted: Facts, found: Facts, gpu_map: Mapping[str, str] | None) -> Iterator[Mismatch]:

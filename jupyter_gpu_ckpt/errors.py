@@ -53,7 +53,7 @@ class GpuCkptError(Exception):
 
     @property
     def hint(self) -> str:
-        """What the reader can do, with commands that can be run as they are."""
+        """Return what the reader can do, with commands that can be run as they are."""
         return self.filled(self._hint, self.details.get("image"))
 
     @hint.setter

@@ -48,7 +48,7 @@ def match(attempt: Attempt) -> None:
         attempt.changed_files = _require_match(attempt, image)
         for database, paths in databases.to_hold(image.manifest.fingerprint.get("files", {})):
             attempt.databases.append(database)
-            if database["unchanged"] is None:  # log and index may get another size
+            if "unchanged" not in database:  # log and index may get another size
                 attempt.changed_files.extend(paths)
     except BaseException:
         attempt.resources.close()

@@ -62,12 +62,16 @@ def _database(
         return
     others = [found[name] for name in names[1:]]
     in_place = now is not None and all(each is None or _kind(each) == stat.S_IFREG for each in (now, *others))
-    if not in_place or was["transaction"] == "read":
+    if not in_place:
         yield from (each for name in names for each in _file(name, wanted[name], found[name], judge))
         return
     assert now is not None
     if was["transaction"] == "write":
         advice, hard = _WOULD_DAMAGE, True
+    elif was["transaction"] == "read" and (now.get("same") or now["wal"]):
+        advice, hard = f"{_IN_A_QUERY} Or accept that: {judge.how_to_accept}.", True
+        if judge.accept:
+            advice, hard = _CONTINUES, False
     elif not (now.get("same") or now["wal"]):
         to_wal = shlex.join(["sqlite3", path, "PRAGMA journal_mode = WAL"])
         advice = f"The kernel has it open in WAL mode, and cannot go on in another one. To change it back: `{to_wal}`."
@@ -117,6 +121,10 @@ def _replaced_directory(path: str, was: Facts, now: Facts, judge: Judge) -> Iter
 _DELETED = "The kernel has it open under a name that was deleted; put it back as it was."
 _CONTINUES = "The kernel continues with it as it is now."
 _NOTICED = "SQLite notices what others wrote into its database."
+_IN_A_QUERY = (
+    "The kernel is in a transaction that reads it, whose queries may fail now, or return what was there before and "
+    "after: put it back as it was."
+)
 _WOULD_DAMAGE = (
     "The kernel is in a transaction that writes to it, and would damage what others wrote since. Put it back as it was."
 )

@@ -25,7 +25,7 @@ def note(files: Mapping[str, dict[str, Any]], locks: Mapping[str, Collection[sql
         own = locks.get(path, ())
         file |= {"database_born": database.born, "transaction": _transaction(own)}
         log, index = (files.get(path + suffix, {}) for suffix in (sqlite_wal.LOG, sqlite_wal.INDEX))
-        in_wal_mode = database.wal_page_size and log.get("open") and index.get("open") and index.get("mapped")
+        in_wal_mode = database.wal_page_size and log.get("open") and index.get("mapped") and index.get("writes")
         if in_wal_mode and (known := sqlite_wal.transaction(own, locks.get(path + sqlite_wal.INDEX, ()))):
             file |= {"transaction": known, "wal": database.wal_page_size, "boot": procfs.boot_id()}
 
@@ -54,18 +54,24 @@ def members(path: str) -> tuple[str, str, str]:
 
 
 def to_hold(files: Mapping[str, Facts]) -> Iterator[tuple[dict[str, Any], tuple[str, str, str]]]:
-    """Yield arguments for `sqlite_wal.hold`, and the paths of each database, of those without a transaction.
+    """Yield arguments for `sqlite_wal.hold`, and the paths of each database in WAL mode.
 
-    ``unchanged`` is None where a file is not the very same, and after a boot: what was last written to log and index
-    may not have reached the disk.
+    Of a kernel without a transaction log and index are made anew if a file is not the very same; and after a boot, for
+    what was last written to them may not have reached the disk.  Else they are only if one is not there: `match` has
+    refused that, or the user accepts it.
     """
     for path, file in files.items():
-        if not file.get("wal") or file["transaction"] != "none":
+        if not file.get("wal"):
             continue
         paths = members(path)
         now = {each: node.file_facts(each) for each in paths}
         same = all(facts is not None and node.same_file(files[each], facts) for each, facts in now.items())
-        unchanged = {each: [files[each][name] for name in ("inode", "size", "mtime", "ctime")] for each in paths}
-        known = same and file["boot"] == procfs.boot_id()
-        index_bytes = files[path + sqlite_wal.INDEX]["size"]
-        yield {"path": path, "index_bytes": index_bytes, "unchanged": unchanged if known else None}, paths
+        arguments: dict[str, Any] = {"path": path, "index_bytes": files[path + sqlite_wal.INDEX]["size"]}
+        if file["transaction"] == "none":
+            arguments["anew"] = not (same and file["boot"] == procfs.boot_id())
+        else:
+            arguments["anew"] = not all(now.values())
+        if same and not arguments["anew"]:
+            compared = ("inode", "size", "mtime", "ctime")
+            arguments["unchanged"] = {each: [files[each][name] for name in compared] for each in paths}
+        yield arguments, paths

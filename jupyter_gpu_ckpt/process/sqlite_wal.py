@@ -40,6 +40,8 @@ MAGIC, HEADER_BYTES = b"SQLite format 3\0", 20
 #: readers, from the first byte to the second, which is DMS.
 _SHARED, _SHARED_BYTES = 0x40000002, 510
 _WRITER, _DMS = 120, 128
+#: Errors of a file system without locks of open files.
+_NO_LOCKS = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 #: Seconds for others to have done what they do for moments only.
 _PATIENCE = 2.0
 #: ``struct flock``
@@ -94,12 +96,13 @@ def _reads(locks: Iterable[Lock], byte: int) -> bool:
     )
 
 
-def hold(path: str, index_bytes: int, unchanged: dict[str, list[int]] | None) -> list[int]:
+def hold(path: str, index_bytes: int, anew: bool, unchanged: dict[str, list[int]] | None = None) -> list[int]:
     """Take the locks of a connection to the database at ``path``; return the descriptors that have them.
 
-    Log and index are ready then for a kernel that was not in a transaction and has ``index_bytes`` of the index mapped.
-    ``unchanged``: inode, size, mtime and ctime (ns) of each file, which were compared and are to be left as they are;
-    None: they have changed.  Raises `DatabaseLocked`, `DatabaseChanged`, `OSError`.
+    ``index_bytes``: of the index that the kernel has mapped; it is enlarged if need be.  ``anew``: make log and index
+    ready for a kernel that was in no transaction, as others may have changed them.  ``unchanged``: inode, size, mtime
+    and ctime (ns) of each file that must not have changed since it was compared.  Returns none if the file system has
+    no such locks and nothing is made anew.  Raises `DatabaseLocked`, `DatabaseChanged`, `OSError`.
     """
     descriptors: list[int] = []
     try:
@@ -109,10 +112,11 @@ def hold(path: str, index_bytes: int, unchanged: dict[str, list[int]] | None) ->
         size = page_size(os.pread(database, HEADER_BYTES, 0))
         if not size:
             raise DatabaseChanged(errno.ESTALE, "not in WAL mode", path)
-        if unchanged is not None:
+        if not anew:
             descriptors.append(index := _open(path + INDEX, os.O_RDWR))
             _wait(lambda: _lock(index, fcntl.F_RDLCK, _DMS), path + INDEX)
-            _require_unchanged(unchanged)
+            _require_unchanged(unchanged or {})
+            _enlarge(index, index_bytes)
             return descriptors
         like = os.fstat(database)
         log = _open(path + LOG, os.O_RDWR, like)
@@ -121,9 +125,11 @@ def hold(path: str, index_bytes: int, unchanged: dict[str, list[int]] | None) ->
             _prepare(log, index, path, size, max(index_bytes, _INDEX_BYTES))
         finally:
             os.close(log)
-    except BaseException:
+    except BaseException as error:
         for descriptor in descriptors:
             os.close(descriptor)
+        if isinstance(error, OSError) and error.errno in _NO_LOCKS and not anew:
+            return []
         raise
     return descriptors
 
@@ -168,12 +174,17 @@ def _prepare(log: int, index: int, path: str, page_size: int, index_bytes: int) 
         if _is_empty(log, path):
             _make_log(log, page_size)
         os.ftruncate(index, 0)
-    if lacking := max(0, index_bytes - os.fstat(index).st_size):  # an access beyond its end would end the kernel
-        os.posix_fallocate(index, index_bytes - lacking, lacking)
+    _enlarge(index, index_bytes)
     if alone:
         _lock(index, fcntl.F_RDLCK, _DMS)
         return
     _wait(lambda: _is_told_apart(log, index, path, page_size), path + INDEX)
+
+
+def _enlarge(index: int, index_bytes: int) -> None:
+    """Enlarge the index to ``index_bytes``: an access to a mapping beyond its end would end the kernel."""
+    if (present := os.fstat(index).st_size) < index_bytes:
+        os.posix_fallocate(index, present, index_bytes - present)
 
 
 def _is_told_apart(log: int, index: int, path: str, page_size: int) -> bool:

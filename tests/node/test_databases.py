@@ -31,9 +31,8 @@ def path(tmp_path):
 def noted(path: Path, own: list[Any], index: list[Any], **more: Any) -> dict[str, dict[str, Any]]:
     """The entries of a database, its log and its index, with locks on the first and the last."""
     paths = databases.members(str(path))
-    files = {
-        each: {**(facts.file_facts(each) or {}), "open": True, "mapped": each != paths[1], **more} for each in paths
-    }
+    uses = {each: {"open": True, "mapped": each != paths[1], "writes": True, **more} for each in paths}
+    files = {each: {**(facts.file_facts(each) or {}), **uses[each]} for each in paths}
     databases.note(files, {paths[0]: own, paths[2]: index})
     return files
 
@@ -62,12 +61,13 @@ def test_other_files_are_no_databases(path):
     for each in databases.members(str(path))[1:]:
         assert not databases.is_one(files[each])
     assert not databases.is_one(noted(path, [SHARED], [DMS], open=False)[str(path)])
+    assert "wal" not in noted(path, [SHARED], [DMS], writes=False)[str(path)], "an index that the kernel only reads"
     assert databases.is_one({"database_born": 7}), "of an older release"
 
 
 def held(files: dict[str, dict[str, Any]]) -> list[bool]:
     """Return whether each database that is held is to stay as it is."""
-    return [arguments["unchanged"] is not None for arguments, _ in databases.to_hold(files)]
+    return [not arguments["anew"] for arguments, _ in databases.to_hold(files)]
 
 
 def test_databases_without_a_transaction_are_held_and_left_as_they_are_if_nobody_used_them(path):
@@ -76,7 +76,7 @@ def test_databases_without_a_transaction_are_held_and_left_as_they_are_if_nobody
     assert paths == databases.members(str(path))
     assert arguments["index_bytes"] == 32768
     assert held(files) == [True]
-    assert held(noted(path, [SHARED], [DMS, READER])) == []
+    assert "unchanged" in arguments
     files[str(path)]["boot"] = "another"
     assert held(files) == [False], "what was written last may not have reached the disk"
     files = noted(path, [SHARED], [DMS])
@@ -84,3 +84,14 @@ def test_databases_without_a_transaction_are_held_and_left_as_they_are_if_nobody
     assert held(files) == [False]
     path.with_name("base-wal").unlink()
     assert held(files) == [False]
+
+
+@pytest.mark.parametrize("index", [[DMS, READER], [DMS, READER, WRITER]], ids=["that reads", "that writes"])
+def test_a_transaction_goes_on_with_log_and_index_as_they_are(path, index):
+    files = noted(path, [SHARED], index)
+    ((arguments, _),) = databases.to_hold(files)
+    assert (arguments["anew"], "unchanged" in arguments) == (False, True)
+    path.with_name("base-wal").touch()  # with the same content: it was put back
+    files[str(path)]["boot"] = "another"
+    ((arguments, _),) = databases.to_hold(files)
+    assert (arguments["anew"], "unchanged" in arguments) == (False, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -53,7 +54,7 @@ class Holder:
             "except OSError as error: print(type(error).__name__, error.strerror, error.filename, flush=True)\n"
             "sys.stdin.read()"
         )
-        arguments = {"path": str(path), "index_bytes": 32768, "unchanged": None, **arguments}
+        arguments = {"path": str(path), "index_bytes": 32768, "anew": "unchanged" not in arguments, **arguments}
         argv = [sys.executable, "-c", code, json.dumps(arguments)]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
@@ -299,6 +300,30 @@ def test_files_that_are_as_they_were_stay_so(path):
         assert holder.said == f"FileNotFoundError No such file or directory {path}-shm"
 
 
+def test_locks_alone_leave_what_others_have_made_but_for_the_size_of_the_index(path):
+    with connected(path) as connection:
+        connection.execute("insert into item values (2)")
+        before = {name: path.with_name(name).read_bytes() for name in files(path)}
+        with Holder(path, anew=False, index_bytes=65536) as holder:
+            assert holder.said == "held"
+            after = {name: path.with_name(name).read_bytes() for name in files(path)}
+            assert after == {**before, "base-shm": before["base-shm"].ljust(65536, b"\0")}
+            assert run(path, "select * from item") == [[1], [2]]
+
+
+def test_a_file_system_without_such_locks_keeps_no_unchanged_database_from_waking(path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with connected(path) as connection:
+        connection.execute("select * from item").fetchall()
+        noted = unchanged(path)
+        monkeypatch.setattr(fcntl, "fcntl", refuse)
+        assert hold(str(path), 32768, anew=False, unchanged=noted) == []
+        with pytest.raises(OSError, match=os.strerror(errno.ENOLCK)):
+            hold(str(path), 32768, anew=True)
+
+
 def test_a_database_that_is_in_no_wal_mode_any_more(path):
     run(path, "pragma journal_mode = delete")
     with Holder(path) as holder:
@@ -346,12 +371,13 @@ def test_an_index_that_others_have_not_built_yet(path):
 def test_nothing_is_held_after_a_failure(path):
     descriptors = os.listdir("/proc/self/fd")
     for each in ("nothing", "base"):
-        arguments = {"path": str(path.with_name(each)), "index_bytes": 0, "unchanged": {str(path): [0, 0, 0, 0]}}
+        first = {"path": str(path), "index_bytes": 0, "anew": True}
+        second = {"path": str(path.with_name(each)), "index_bytes": 0, "anew": False, "unchanged": {str(path): [0] * 4}}
         with pytest.raises(OSError, match=r"No such file|changed"):
-            sqlite_wal.hold_all([{**arguments, "path": str(path), "unchanged": None}, arguments])
+            sqlite_wal.hold_all([first, second])
     assert os.listdir("/proc/self/fd") == descriptors
     assert run(path, "select * from item") == [[1]]
     assert files(path) == ["base"]
     assert issubclass(DatabaseChanged, OSError)
     assert issubclass(DatabaseLocked, OSError)
-    assert hold(str(path), 0, None)
+    assert hold(str(path), 0, anew=True)

@@ -31,7 +31,6 @@ def mismatches(
     Raises `CudaError`; `BadRequest` for a ``gpu_map`` with an unknown GPU.
     """
     wanted, free = manifest.fingerprint, store.free()
-    wanted = {**wanted, "files": store.hashes.completed(wanted.get("files", {}))}
     if (
         store.may_write_plain(manifest) and free >= manifest.swapped_bytes
     ):  # the disk takes what host memory is too small for

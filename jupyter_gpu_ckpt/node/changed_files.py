@@ -135,10 +135,10 @@ def _other_content(path: str, was: Facts, now: Facts, judge: Judge) -> Iterator[
     if not was["checked"] or "inode" not in was:
         return  # only appended to, or without a noted identity
     unchanged = (was["inode"], was["mtime"]) == (now["inode"], now["mtime"])
-    if was.get("blake3") and now.get("blake3"):
-        if was["blake3"] == now["blake3"]:
+    if now["recorded"] and now["blake3"]:
+        if now["recorded"] == now["blake3"]:
             return
-        before, after = f"content {was['blake3'][:12]}", f"content {now['blake3'][:12]}"
+        before, after = f"content {now['recorded'][:12]}", f"content {now['blake3'][:12]}"
     elif was["build_id"]:
         return
     elif unchanged:
@@ -160,7 +160,7 @@ def _unproven(path: str, was: Facts, now: Facts, judge: Judge) -> Mismatch:
     Rights, names and attributes change that time, and so does a program that writes to the file and puts its time of
     modification back.  Who knows which of them it was may say so, of program code, too.
     """
-    why = "it cannot be read" if was.get("blake3") else "the image has no hash of it, as it was new and large"
+    why = "it cannot be read" if now["recorded"] else "the image has no hash of it, as it was new and large"
     advice = (
         f"Another name or other rights count as a change, too, but its content cannot be compared: {why}. "
         f"If you know that its content is the same, accept it: {judge.how_to_accept}."

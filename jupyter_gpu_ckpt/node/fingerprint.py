@@ -165,19 +165,23 @@ def _noted_file(path: str, file: Facts, kind: str) -> dict[str, Any]:
 
 
 def _present(path: str, was: Facts, hashes: Hashes | None, cancelled: Callable[[], bool]) -> dict[str, Any] | None:
-    """Return the facts of the file at ``path``; ``same`` if they are those of ``was``, else its build-id and hash."""
+    """Return the facts of the file at ``path``; ``same`` if they are those of ``was``, else its build-id and hash.
+
+    ``recorded``: its hash at the checkpoint, which may have been made later.
+    """
     now = node.file_facts(path)
     if now is None:
         return None
     if node.same_file(was, now):
         return {**now, "same": True}
-    now |= {"same": False, "build_id": "", "blake3": "", "usable": _is_usable(path, was)}
+    now |= {"same": False, "build_id": "", "blake3": "", "recorded": "", "usable": _is_usable(path, was)}
     if databases.is_one(was):
         now |= databases.present(path)
     if stat.S_ISREG(now["mode"]):
         now["build_id"] = node.build_id(path) if was["build_id"] else ""
-        if hashes is not None and was.get("blake3") and now["size"] == was["size"]:
-            now["blake3"] = hashes.of(path, now, cancelled)
+        if hashes is not None and now["size"] == was["size"] and "inode" in was:
+            now["recorded"] = was.get("blake3") or hashes.known(was)
+            now["blake3"] = hashes.of(path, now, cancelled) if now["recorded"] else ""
     return now
 
 

@@ -23,7 +23,7 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,10 @@ class Hashes:
         self._thread: threading.Thread | None = None
 
     def known(self, facts: Facts) -> str:
-        """Return the cached hash of the file with these facts (`facts.file_facts`) in hex; empty without one."""
+        """Return the cached hash of the file with these facts (`facts.file_facts`) in hex; empty without one.
+
+        It is that of the content which the file had with this identity, whenever it was read.
+        """
         key = _key(facts)
         with self._lock:
             self._load()
@@ -135,18 +138,6 @@ class Hashes:
                     self._pending.pop(path, None)
                     self._pending[path] = facts
 
-    def completed(self, files: Mapping[str, Facts]) -> dict[str, Facts]:
-        """Return a fingerprint's ``files`` with the hashes (``blake3``) that it lacks and that are cached by now.
-
-        The cached hash of a file's identity is that of the content at the checkpoint also if it was read later.
-        """
-        return {
-            path: {**file, "blake3": hash}
-            if "inode" in file and not file.get("blake3") and (hash := self.known(file))
-            else file
-            for path, file in files.items()
-        }
-
     def begin(self) -> None:
         """Hash the files of `queue` on a thread of the lowest priority, and save the cache."""
         with self._lock:
@@ -178,6 +169,7 @@ class Hashes:
             if file is not None:
                 self.of(*file, cancelled)
             else:
+                self._save()  # for other processes; the files that are left may take a while
                 time.sleep(_LOOK)
         self._save()
         with self._lock:

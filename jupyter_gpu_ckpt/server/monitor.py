@@ -310,21 +310,21 @@ class MonitoredKernel:
             self.swapped_out = self.swapped_out or saved
         code = None
         if progress is not None and state not in VERBS and previous in VERBS:
-            code = self._settle(progress.plan, VERBS[previous], state, at)
+            code = self._settle(progress.plan, VERBS[previous], state, at, image)
         device = sum((self.swapped_out.device if self.swapped_out else self._sizes.device).values())
         change = Changed(self.kernel_id, state, previous, at, max(0.0, at - began), image, device, code)
         self.monitor.notify(lambda listener: listener.changed(change))
         if code is not None and (failure := self.failure) is not None:
             self.monitor.notify(lambda listener: listener.failed(failure))
 
-    def _settle(self, plan: Plan, verb: str, state: State, at: float) -> str | None:
+    def _settle(self, plan: Plan, verb: str, state: State, at: float, image: str | None) -> str | None:
         """Record the end of a verb; return the error's code if it failed."""
         failed, self._failed_step = self._failed_step, None
         if state is plan.to:
             self.failure = None
             return None
         code = "KERNEL_LOST" if state is State.DEAD else (failed.code if failed else None) or "INTERNAL"
-        hint = _ERRORS.get(code, errors.GpuCkptError).default_hint
+        hint = errors.GpuCkptError.filled(_ERRORS.get(code, errors.GpuCkptError).default_hint, image)
         step = failed.step if failed else ""
         self.failure = Failed(self.kernel_id, verb, step, code, hint, _LEFT.get(state, state.value), at)
         return code

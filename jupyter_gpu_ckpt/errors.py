@@ -255,6 +255,15 @@ class NoMemory(InsufficientResources, code="NO_MEMORY"):
     default_hint = "Free host memory (end or checkpoint another kernel) and try again."
 
 
+class LimitReached(InsufficientResources, code="LIMIT_REACHED"):
+    """The kernel has reached a limit of its own: of open files, threads, processes or memory."""
+
+    default_hint = (
+        "Close files, end threads or child processes, or free memory in the kernel, or have its limits raised (ulimit, "
+        "resource.setrlimit, its control group), and try again."
+    )
+
+
 # -- states -----------------------------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,7 @@ PROMISED = {
     "NO_SPACE": 75,
     "NO_MEMORY": 75,
     "QUOTA_EXCEEDED": 75,
+    "LIMIT_REACHED": 75,
     "WRONG_STATE": 65,
     "BAD_REQUEST": 64,
     "KERNEL_LOST": 70,

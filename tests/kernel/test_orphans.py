@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.node import hashes
 from jupyter_gpu_ckpt.node.facts import file_facts
 from jupyter_gpu_ckpt.node.hashes import Hashes
+from jupyter_gpu_ckpt.process import descriptors
 
 KERNEL_ID = "0c0ffee0-0000-4000-8000-000000000001"
 
@@ -144,6 +146,44 @@ async def test_a_kernel_that_cannot_be_checkpointed_runs_on_and_is_attached_aliv
     assert await second.run("print(x)") == "40"
     await second.provisioner.checkpoint()
     assert await second.run("print(x)") == "40"
+
+
+@pytest.mark.parametrize("limit", ["soft", "hard"])
+async def test_a_kernel_that_has_opened_all_files_it_may_is_attached_alive(server, monkeypatch, limit):
+    """A connection that it cannot accept would end it; a message connects to it once it has closed some."""
+    first = await server.start(drain_timeout=0.2)
+    stop = server.place / "stop"
+    code = f"""
+import os, resource, time
+x = 5
+limit = max(map(int, os.listdir("/proc/self/fd"))) + 20
+hard = limit if {limit == "hard"} else resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+taken = []
+while not os.path.exists({str(stop)!r}):
+    try:
+        taken.append(os.dup(0))
+    except OSError:
+        time.sleep(0.01)
+for descriptor in taken:
+    os.close(descriptor)
+"""
+    first.client.execute(code)
+    await until(lambda: first.provisioner.gate.pending == ["execute_request"])
+    pid = first.lifecycle.capsule.host_pid
+    await until(lambda: descriptors.free(pid) == 0)
+    await first.provisioner.detach()
+    await until(lambda: descriptors.free(pid) == 0)  # those of the gate's connections, too
+    if limit == "hard":
+        monkeypatch.setattr(descriptors, "_raised_limit", contextlib.nullcontext)  # which root can
+    second = await server.start(start_timeout=0.5, wake_timeout=60.0)
+    assert second.state == "running"
+    if limit == "hard":
+        await until(lambda: second.provisioner.gate.state == "asleep")
+        assert alive([pid]) == [pid]
+    stop.touch()
+    assert await second.run("print(x)") == "5"
+    assert second.provisioner.gate.state == "open"
 
 
 OWNER = """

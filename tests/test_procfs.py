@@ -87,9 +87,9 @@ def test_mappings(process):
 def test_memory_that_processes_share_counts_once(tmp_path):
     code = "import os, mmap; held = mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
     code += "for at in range(0, 64 << 20, 4096): held[at] = 1\n"
-    code += "pid = os.fork()\nprint(pid or 'forked', flush=True); input()"
+    code += "child = os.fork()\nif child: os.write(1, b'%d\\n' % child)\ninput()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
-        child = int(next(line for line in parent.stdout if line.strip().isdigit()))
+        child = int(parent.stdout.readline())
         found = [procfs.proportional_bytes(pid) for pid in (parent.pid, child)]
         assert all(32 << 20 <= each < 50 << 20 for each in found), found
         parent.kill()

@@ -151,6 +151,7 @@ class Gate:
     cancel_prompt = _verb_if_running(Router.cancel_prompt)
     publish = _verb(Router.publish)
     notify = _verb(Router.notify)
+    tell = _verb(Router.tell)
     kernel_died = _verb_if_running(Router.kernel_died)
     rebind_kernel = _verb(Router.rebind_kernel)
 

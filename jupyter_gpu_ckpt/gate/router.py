@@ -386,6 +386,12 @@ class Router:
         """Show ``notice`` in the output of the next cell that is not silent: the kernel has no agent that could."""
         self.notices.append(notice)
 
+    def tell(self, text: str) -> None:
+        """Show ``text`` at once in the output of the cell that waits for the kernel; of no cell if none waits."""
+        waiting = self.queue.first(lambda r: r.msg_type == "execute_request" and not r.content.get("silent", False))
+        if waiting is not None:
+            self.replies.notice(waiting, text)
+
     def kernel_died(self) -> None:
         """Drop pending and queued requests of a process that is gone, disconnect, echo no heartbeat.
 

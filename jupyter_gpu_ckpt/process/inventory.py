@@ -717,6 +717,10 @@ class _Process:
         memfds = set[tuple[str, int]]()
         for mapping in procfs.maps(self.pid):
             self.mapping_name(mapping.name)
+            if "\n" in mapping.name and os.geteuid() != 0 and not procfs.path_of_deleted(mapping.name, mapping.inode):
+                # An ordinary user's CRIU opens it by the name that /proc/PID/smaps shows.
+                what = f"memory of a file with a line break in its name ({mapping.name})"
+                self.refuse_file(what, "Rename the file, or close it, and try again.")
             if mapping.name == "/dev/zero (deleted)" and os.geteuid() != 0:
                 self.shared_memory(mapping.end)
             elif mapping.name.startswith(shared_memory.MEMFD) and mapping.permissions[3] == "s":
@@ -797,7 +801,7 @@ class _Process:
         self.inventory["mappings"] = ranges
         own = self.notes.get("threads", {}).get(str(self.pid), {}).get("numa", "default")
         policies = []
-        for line in _optional(f"{self.root}/numa_maps").splitlines():
+        for line in procfs.lines(_optional(f"{self.root}/numa_maps")):
             words = line.split(None, 2)
             if words[1] not in ("default", own):
                 start = int(words[0], 16)

@@ -51,11 +51,15 @@ def match(
     for key, compare in _COMPARE.items():
         if key in wanted:
             mismatches += compare(wanted, found)
-    here = bool(wanted.get("machine")) and wanted.get("machine") == found.get("machine")
-    mismatches += _files(wanted.get("files", {}), found["files"], accept_changed_files, here)
+    mismatches += _files(wanted.get("files", {}), found["files"], accept_changed_files, _is_here(wanted, found))
     if wanted.get("cuda"):
         mismatches += _gpus(wanted, found, gpu_map)
     return sorted(mismatches, key=lambda mismatch: not mismatch.hard)
+
+
+def _is_here(wanted: Facts, found: Facts) -> bool:
+    """Return whether this is the machine that the image was made on."""
+    return bool(wanted.get("machine")) and wanted.get("machine") == found.get("machine")
 
 
 def accepted_files(mismatches: Iterable[Mismatch]) -> list[str]:
@@ -97,17 +101,22 @@ def _compared(
     differs: Callable[[Any, Any], bool],
     advice: str,
     *,
+    here: str = "",
     shown: Callable[[Any], str] = str,
     wanted_form: str = "{}",
     absent: str = "none",
     hard: bool = True,
 ) -> _Comparison:
-    """Compare one value of two fingerprints: a mismatch if it ``differs``."""
+    """Compare one value of two fingerprints: a mismatch if it ``differs``.
+
+    ``here``: the advice on the machine that the image was made on, if that is another one.
+    """
 
     def compare(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
         was, now = wanted[field], found[field]
         if differs(was, now):
-            yield Mismatch(field, what, wanted_form.format(shown(was) or absent), shown(now) or absent, advice, hard)
+            before, after = wanted_form.format(shown(was) or absent), shown(now) or absent
+            yield Mismatch(field, what, before, after, here if here and _is_here(wanted, found) else advice, hard)
 
     return compare
 
@@ -137,7 +146,8 @@ def _packages(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
         more = f" and {rest} more" if rest > 0 else ""
         was = ", ".join(f"{name} {versions.get(name, '(none)')}" for name in shown) + more
         now = ", ".join(here.get(name, "none") for name in shown) + more
-        advice = "Modules that are imported after the restore come from here; use the same environment on both nodes."
+        where = "put back the versions that it had" if _is_here(wanted, found) else "use the same one on both nodes"
+        advice = f"Modules that are imported after the restore come from the environment here; {where}."
         yield Mismatch("packages", f"Python packages in {directory}", was, now, advice, False, directory)
 
 
@@ -151,7 +161,7 @@ def _mounts(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
 def _ports(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
     for port in found["ports"]:
         if problem := port["problem"]:
-            advice = "End the process that uses it, or restore the kernel on another node."
+            advice = "End the process that uses it, then try again."
             if problem == LINGERS:
                 advice = "Wait a minute, then try again."
             what = f"Port {port['number']} on {port['address']}"
@@ -159,12 +169,15 @@ def _ports(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
 
 
 def _sockets(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
-    advice = "End the process that listens there and remove the file, or restore the kernel on another node."
+    advice = "End the process that listens there, remove the file, then try again."
     for socket in found["sockets"]:
         if problem := socket["problem"]:
             path = socket["path"]
             yield Mismatch("socket", f"Unix socket {path}", "the kernel's own, or nothing", problem, advice, True, path)
 
+
+_OR_RESTART = "If that cannot be done, restart the kernel, which loses its variables."
+_CODE = f"The kernel runs this program code: put back the version that it was (reinstall it). {_OR_RESTART}"
 
 _COMPARE: dict[str, _Comparison] = {
     "architecture": _compared("architecture", "CPU architecture", ne, "Restore it on a node of that architecture."),
@@ -188,6 +201,7 @@ _COMPARE: dict[str, _Comparison] = {
         "C library (glibc)",
         ne,
         "The kernel has the old one mapped; use the same operating system image on both nodes.",
+        here=f"The kernel has the old one mapped; put that version back. {_OR_RESTART}",
         absent="another one",
     ),
     "packages": _packages,
@@ -243,8 +257,10 @@ def _files(
             continue
         elif was["build_id"] and now["build_id"] != was["build_id"]:
             before, after = f"build-id {was['build_id'][:12]}", f"build-id {now['build_id'][:12]}"
-            advice = "The kernel has this program code mapped; install the same version as on the other node."
-            yield Mismatch("build", path, before, after if now["build_id"] else "no build-id", advice, True, path)
+            field, advice = "build", "The kernel runs this program code; install the same version as on the other node."
+            if here:  # installed or built anew
+                field, advice = "file_changed", _CODE
+            yield Mismatch(field, path, before, after if now["build_id"] else "no build-id", advice, True, path)
         else:
             yield from _changed(path, was, now, accept)
             if stat.S_ISDIR(now["mode"]):
@@ -292,7 +308,7 @@ def _judged(was: Facts, now: Facts, mapped: bool, accept: bool) -> tuple[str, bo
     if was.get("made"):
         return _DELETED, True
     if was.get("code"):
-        return "The kernel has this program code mapped; put it back as it was.", True
+        return _CODE, True
     if mapped:
         return "The kernel has it mapped into its memory; put it back as it was.", True
     born = was.get("database_born")

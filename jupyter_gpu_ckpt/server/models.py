@@ -107,7 +107,7 @@ def requests(provisioner: GpuCkptProvisioner) -> list[PreflightFinding]:
     if gate is None:
         return []
     under_way = gate.under_way
-    return judge_requests(under_way.cells, under_way.others)
+    return judge_requests(under_way.cells, under_way.others, asks=under_way.asks)
 
 
 def image(of: Image, root: Path) -> dict[str, Any]:

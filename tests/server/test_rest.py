@@ -234,6 +234,20 @@ def test_while_a_cell_runs_preflight_says_so_and_the_verb_is_refused_at_once(liv
     assert live.run(kernel_id, "print(behind)") == "1"
 
 
+def test_preflight_says_that_a_cell_waits_for_input(live, kernel_id):
+    with live.client(kernel_id) as client:
+        cell = client.execute("said = input('? ')", allow_stdin=True)
+        client.get_stdin_msg(timeout=60)
+        findings = live.get(f"gpu-ckpt/kernels/{kernel_id}/preflight")["findings"]
+        assert (findings[0]["code"], findings[0]["text"]) == ("KERNEL_BUSY", "A cell waits for input.")
+        error = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/checkpoint").json()["error"]
+        assert error["message"] == "A cell waits for input."
+        assert "Answer its prompt" in error["hint"]
+        client.input("yes")
+        until(lambda: client.get_shell_msg(timeout=60)["parent_header"]["msg_id"] == cell)
+    assert live.run(kernel_id, "print(said)") == "yes"
+
+
 def test_a_verb_can_wait_for_the_cells_and_comes_before_the_next_one(live, kernel_id):
     with live.client(kernel_id) as client:
         client.wait_for_ready(timeout=60)

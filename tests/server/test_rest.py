@@ -303,11 +303,27 @@ def test_a_refused_checkpoint_says_why_and_what_is_left(live, kernel_id):
     assert job["error"]["left"] == "the kernel runs on"
     failure = live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"]
     assert (failure["code"], failure["step"], failure["verb"]) == ("CHILD_PROCESSES", "preflight", "checkpoint")
-    assert failure["message"] == "The kernel has child processes that cannot be saved with it."
-    assert failure["hint"] == job["error"]["hint"]
+    assert {name: failure[name] for name in ("message", "hint", "details")} == {
+        name: job["error"][name] for name in ("message", "hint", "details")
+    }
     live.run(kernel_id, END_DAEMON)
     assert live.do(kernel_id, "checkpoint")["status"] == "done"
     assert live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"] is None
+
+
+def test_why_a_cell_could_not_wake_its_kernel_names_the_file(live, kernel_id, tmp_path):
+    path = tmp_path / "data"
+    path.write_text("before")
+    live.run(kernel_id, f"held = open({str(path)!r})")
+    live.do(kernel_id, "checkpoint")
+    path.write_text("another length")
+    with live.client(kernel_id) as client:
+        client.execute("1", allow_stdin=False)  # else its user is asked
+        until(lambda: live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"])
+    failure = live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"]
+    assert (failure["code"], failure["verb"], failure["details"]["culprit"]) == ("FILE_CHANGED", "restore", str(path))
+    assert str(path) in failure["message"]
+    assert "Put it back." in failure["hint"]
 
 
 def test_a_verb_that_makes_no_sense_fails_with_the_state(live, kernel_id):

@@ -134,6 +134,7 @@ class KernelBusy(PreflightError, code="KERNEL_BUSY"):
     """The kernel still works on requests at the deadline."""
 
     default_hint = "Wait for the running cell, or interrupt it, and try again."
+    hint_for_input: ClassVar[str] = "Answer its prompt (input(), a debugger), or interrupt the cell, and try again."
 
 
 class ChildProcesses(PreflightError, code="CHILD_PROCESSES"):

@@ -195,6 +195,8 @@ def test_connections_and_watched_files_as_an_ordinary_user(place, criu):
     """Without the right to repair a connection, and to open a file by its handle."""
     nobody = Nobody(place, criu)
     nobody.run(pytest_of("tests/process/test_connections.py", "tests/capsule/test_watched_files.py"), timeout=HANGS)
+    tests = ["tests/process/test_socket_options.py", "tests/process/test_file_names.py"]
+    nobody.run(pytest_of(*tests, "-m", "not torture"), timeout=HANGS)
     tests = ["tests/process/test_device_files.py", "tests/lifecycle/test_cuda_children.py"]
     nobody.run(
         pytest_of(*tests, "-k", "device_files or inherited or forked or forks_while or files_noted"), timeout=HANGS

@@ -236,7 +236,11 @@ class Gate:
     @property
     def under_way(self) -> UnderWay:
         """Clients' requests that the kernel has not finished."""
-        return self._call(lambda router: UnderWay(router.pending.cells(), router.pending.other_types()))
+
+        def read(router: Router) -> UnderWay:
+            return UnderWay(router.pending.cells(), router.pending.other_types(), router.pending.asks())
+
+        return self._call(read)
 
     # -- the thread
 

@@ -23,6 +23,10 @@ _KINDS = {
 }
 
 
+OR_RESTART = "If that cannot be done, restart the kernel, which loses its variables."
+CODE = f"The kernel runs this program code: put back the version that it was (reinstall it). {OR_RESTART}"
+
+
 @dataclass(frozen=True)
 class Judge:
     """``accept``: changed data files are accepted.  ``here``: on the image's own machine.  ``image``: its id."""
@@ -95,8 +99,10 @@ def _file(path: str, was: Facts, now: Facts | None, judge: Judge) -> Iterator[Mi
         return
     elif was["build_id"] and now["build_id"] != was["build_id"]:
         before, after = f"build-id {was['build_id'][:12]}", f"build-id {now['build_id'][:12]}"
-        advice = "The kernel has this program code mapped; install the same version as on the other node."
-        yield Mismatch("build", path, before, after if now["build_id"] else "no build-id", advice, True, path)
+        field, advice = "build", "The kernel runs this program code; install the same version as on the other node."
+        if judge.here:  # installed or built anew
+            field, advice = "file_changed", CODE
+        yield Mismatch(field, path, before, after if now["build_id"] else "no build-id", advice, True, path)
     else:
         yield from _other_rights(path, was, now, judge)
         if stat.S_ISDIR(now["mode"]):
@@ -174,7 +180,7 @@ def _judged(was: Facts, now: Facts, mapped: bool, judge: Judge) -> tuple[str, bo
     if was.get("made"):
         return _DELETED, True
     if was.get("code"):
-        return "The kernel has this program code mapped; put it back as it was.", True
+        return CODE, True
     if was.get("transaction") == "write":
         return _WOULD_DAMAGE, True
     if _is_free_database(was, now):

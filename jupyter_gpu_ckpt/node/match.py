@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ChangedFile, GpuCkptError, MissingFile, NodeUnfit, PortTaken, SocketTaken
 from ..units import size
-from .changed_files import Judge, changed_files
+from .changed_files import OR_RESTART, Judge, changed_files
 from .facts import LINGERS, Facts
 from .fingerprint import fingerprint, inspect_node
 from .mismatch import Mismatch
@@ -38,11 +38,16 @@ def match(
     for key, compare in _COMPARE.items():
         if key in wanted:
             mismatches += compare(wanted, found)
-    here = bool(wanted.get("machine")) and wanted.get("machine") == found.get("machine")
-    mismatches += changed_files(wanted.get("files", {}), found["files"], Judge(accept_changed_files, here, image))
+    judge = Judge(accept_changed_files, _is_here(wanted, found), image)
+    mismatches += changed_files(wanted.get("files", {}), found["files"], judge)
     if wanted.get("cuda"):
         mismatches += _gpus(wanted, found, gpu_map)
     return sorted(mismatches, key=lambda mismatch: not mismatch.hard)
+
+
+def _is_here(wanted: Facts, found: Facts) -> bool:
+    """Return whether this is the machine that the image was made on."""
+    return bool(wanted.get("machine")) and wanted.get("machine") == found.get("machine")
 
 
 def accepted_files(mismatches: Iterable[Mismatch]) -> list[str]:
@@ -84,17 +89,22 @@ def _compared(
     differs: Callable[[Any, Any], bool],
     advice: str,
     *,
+    here: str = "",
     shown: Callable[[Any], str] = str,
     wanted_form: str = "{}",
     absent: str = "none",
     hard: bool = True,
 ) -> _Comparison:
-    """Compare one value of two fingerprints: a mismatch if it ``differs``."""
+    """Compare one value of two fingerprints: a mismatch if it ``differs``.
+
+    ``here``: the advice on the machine that the image was made on, if that is another one.
+    """
 
     def compare(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
         was, now = wanted[field], found[field]
         if differs(was, now):
-            yield Mismatch(field, what, wanted_form.format(shown(was) or absent), shown(now) or absent, advice, hard)
+            before, after = wanted_form.format(shown(was) or absent), shown(now) or absent
+            yield Mismatch(field, what, before, after, here if here and _is_here(wanted, found) else advice, hard)
 
     return compare
 
@@ -124,7 +134,8 @@ def _packages(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
         more = f" and {rest} more" if rest > 0 else ""
         was = ", ".join(f"{name} {versions.get(name, '(none)')}" for name in shown) + more
         now = ", ".join(here.get(name, "none") for name in shown) + more
-        advice = "Modules that are imported after the restore come from here; use the same environment on both nodes."
+        where = "put back the versions that it had" if _is_here(wanted, found) else "use the same one on both nodes"
+        advice = f"Modules that are imported after the restore come from the environment here; {where}."
         yield Mismatch("packages", f"Python packages in {directory}", was, now, advice, False, directory)
 
 
@@ -138,7 +149,7 @@ def _mounts(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
 def _ports(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
     for port in found["ports"]:
         if problem := port["problem"]:
-            advice = "End the process that uses it, or restore the kernel on another node."
+            advice = "End the process that uses it, then try again."
             if problem == LINGERS:
                 advice = "Wait a minute, then try again."
             what = f"Port {port['number']} on {port['address']}"
@@ -146,7 +157,7 @@ def _ports(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
 
 
 def _sockets(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
-    advice = "End the process that listens there and remove the file, or restore the kernel on another node."
+    advice = "End the process that listens there, remove the file, then try again."
     for socket in found["sockets"]:
         if problem := socket["problem"]:
             path = socket["path"]
@@ -175,6 +186,7 @@ _COMPARE: dict[str, _Comparison] = {
         "C library (glibc)",
         ne,
         "The kernel has the old one mapped; use the same operating system image on both nodes.",
+        here=f"The kernel has the old one mapped; put that version back. {OR_RESTART}",
         absent="another one",
     ),
     "packages": _packages,

@@ -471,7 +471,8 @@ def test_an_image_of_an_older_release_goes_by_size_and_build_id(data):
     assert compared(wanted) == [("file_changed", True)]
 
 
-def test_program_code_is_compared_by_its_build_id(tmp_path):
+@pytest.mark.parametrize("here", [True, False])
+def test_program_code_is_compared_by_its_build_id(tmp_path, monkeypatch, here):
     library = next(path for path in map(Path, _mapped()) if path.name.startswith("libc.so"))
     copy = tmp_path / "libx.so"
     copy.write_bytes(library.read_bytes())
@@ -483,8 +484,24 @@ def test_program_code_is_compared_by_its_build_id(tmp_path):
     at = content.index(bytes.fromhex(node.build_id(str(copy))))
     content[at] ^= 0xFF
     copy.write_bytes(content)
+    if not here:
+        monkeypatch.setattr(node, "machine", lambda: "another")
     (mismatch,) = differences(wanted, seen(wanted), accept_changed_files=True)
-    assert (mismatch.field, mismatch.hard, mismatch.path) == ("build", True, str(copy))
+    assert (mismatch.field, mismatch.hard, mismatch.path) == ("file_changed" if here else "build", True, str(copy))
+    assert ("other node" in mismatch.advice, "restart the kernel" in mismatch.advice) == (not here, here)
+    with pytest.raises(ChangedFile if here else NodeUnfit):
+        require([mismatch])
+
+
+@pytest.mark.parametrize(("machine", "nodes"), [("this one", False), ("another", True)])
+def test_no_advice_speaks_of_nodes_where_there_is_but_one(machine, nodes):
+    old = {"machine": "this one", "glibc": "1.0", "packages": {"/lib": {"numpy": "1"}}, "ports": [1], "sockets": []}
+    taken = [{"number": 80, "address": "::1", "problem": "it is in use"}]
+    bound = [{"path": "/run/x", "problem": "another process listens there"}]
+    now = {"machine": machine, "glibc": "2.0", "packages": {"/lib": {"numpy": "2"}}, "ports": taken, "sockets": bound}
+    advice = [mismatch.advice for mismatch in differences(old, {**now, "files": {}})]
+    assert len(advice) == 4
+    assert [each for each in advice if "node" in each] == ([advice[0], advice[-1]] if nodes else [])
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF", b"\x7fELF\x02\x01" + b"\xff" * 200, b"#!/bin/sh\n"])

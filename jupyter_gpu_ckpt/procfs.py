@@ -28,6 +28,9 @@ _PF_EXITING = 0x4
 _SHOWN = 100
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 _OCTAL = re.compile(r"\\([0-7]{3})")
+_LINE_BREAK, _DELETED = "\\012", " (deleted)"
+#: How a row of ``/proc/net/unix`` begins: an address, which Linux hides, and the count of references.
+_UNIX_ROW = re.compile(r"[0-9a-f]{8,16}: [0-9A-F]{8} ", re.IGNORECASE)
 
 
 class Stat(NamedTuple):
@@ -176,10 +179,37 @@ def maps(pid: int) -> list[MemoryMapping]:
     for line in lines(read(f"/proc/{pid}/maps")):
         words = line.split(None, 5)
         start, _, end = words[0].partition("-")
-        name = words[5] if len(words) > 5 else ""
         addresses = int(start, 16), int(end, 16)
+        name = _unescaped(pid, *addresses, words[5]) if len(words) > 5 else ""
         found.append(MemoryMapping(*addresses, words[1], name, int(words[4]), words[3], int(words[2], 16)))
     return found
+
+
+def _unescaped(pid: int, start: int, end: int, name: str) -> str:
+    """Return the name of a mapping.  Linux writes a line break in it as it writes these four characters themselves."""
+    if _LINE_BREAK not in name:
+        return name
+    with contextlib.suppress(OSError):  # unmapped meanwhile
+        return os.readlink(f"/proc/{pid}/map_files/{start:x}-{end:x}")
+    return name.replace(_LINE_BREAK, "\n")
+
+
+def path_of_deleted(name: str, inode: int) -> str:
+    """Return the path that a deleted file had; empty if the file is there.
+
+    ``name``: as the links and tables of a process show it.  An existing file's name may end like that, too, also beside
+    a deleted one.
+    """
+    if not name.startswith("/") or not name.endswith(_DELETED) or is_there(name, inode):
+        return ""
+    return name.removesuffix(_DELETED)
+
+
+def is_there(path: str, inode: int) -> bool:
+    """Return whether the path is that of the file with this inode; its device other tables may show differently."""
+    with contextlib.suppress(OSError):
+        return os.lstat(path).st_ino == inode
+    return False
 
 
 def proportional_bytes(pid: Pid) -> int:
@@ -256,7 +286,9 @@ def parse_mounts(text: str) -> list[Mount]:
         number, parent, device, root, point, _, *marks = head.split(" ")
         filesystem, _, options = tail.split(" ", 2)
         # A blank is written as \040, and other bytes likewise.
-        root, point = (_OCTAL.sub(lambda octal: chr(int(octal[1], 8)), path) for path in (root, point))
+        root, point, filesystem = (
+            _OCTAL.sub(lambda octal: chr(int(octal[1], 8)), word) for word in (root, point, filesystem)
+        )
         arrived = any(mark.startswith("master:") for mark in marks)
         found.append(Mount(number, parent, device, root, point, filesystem, tuple(options.split(",")), arrived))
     return found
@@ -265,12 +297,17 @@ def parse_mounts(text: str) -> list[Mount]:
 def sockets(table: str, pid: Pid = "self") -> list[list[str]]:
     """Rows of ``/proc/PID/net/TABLE`` (``tcp``, ``udp6``, ``unix`` ...), split at blanks, without the header.
 
-    The path of a unix socket is one word, also with blanks.  Empty without this family, or once the process is gone.
+    The path of a unix socket is one word, also with blanks and line breaks, which any user's socket may have.  Empty
+    without this family, or once the process is gone.
     """
+    rows: list[str] = []
     with contextlib.suppress(OSError):
-        rows = lines(read(f"/proc/{pid}/net/{table}"))[1:]
-        return [row.split(None, 7 if table == "unix" else -1) for row in rows]
-    return []
+        for line in read(f"/proc/{pid}/net/{table}").rstrip("\n").split("\n")[1:]:
+            if table != "unix" or _UNIX_ROW.match(line):
+                rows.append(line)
+            elif rows:
+                rows[-1] += f"\n{line}"
+    return [row.split(None, 7 if table == "unix" else -1) for row in rows]
 
 
 # -- the machine ------------------------------------------------------------------------------------------------------

@@ -71,6 +71,8 @@ class Trace:
     sinks: list[Sink] = field(default_factory=list)
     #: Called before the sinks when a step starts and when it has done its work; may raise to make the step fail.
     faults: list[Sink] = field(default_factory=list)
+    #: The error of the step that failed last, which may name private files; events have its code only.
+    error: GpuCkptError | None = None
 
     def _emit(self, event: StepEvent) -> None:
         if event.kind in ("started", "completed"):
@@ -89,7 +91,8 @@ class Trace:
             seconds = time.monotonic() - began
             self._emit(StepEvent("completed", name, self.kernel_id, time.time(), seconds, step.bytes))
         except BaseException as error:
-            code = error.code if isinstance(error, GpuCkptError) else type(error).__name__
+            self.error = error if isinstance(error, GpuCkptError) else None
+            code = self.error.code if self.error is not None else type(error).__name__
             seconds = time.monotonic() - began
             self._emit(StepEvent("failed", name, self.kernel_id, time.time(), seconds, step.bytes, code))
             raise

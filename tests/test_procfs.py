@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.agent import mappings, probes
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jupyter_gpu_ckpt"
 PROGRAM = "import sys, threading; threading.Thread(target=sys.stdin.read).start(); print('up', flush=True)"
@@ -87,9 +89,9 @@ def test_mappings(process):
 def test_memory_that_processes_share_counts_once(tmp_path):
     code = "import os, mmap; held = mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
     code += "for at in range(0, 64 << 20, 4096): held[at] = 1\n"
-    code += "pid = os.fork()\nprint(pid or 'forked', flush=True); input()"
+    code += "child = os.fork()\nif child: os.write(1, b'%d\\n' % child)\ninput()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
-        child = int(next(line for line in parent.stdout if line.strip().isdigit()))
+        child = int(parent.stdout.readline())
         found = [procfs.proportional_bytes(pid) for pid in (parent.pid, child)]
         assert all(32 << 20 <= each < 50 << 20 for each in found), found
         parent.kill()
@@ -104,6 +106,43 @@ def test_descriptors_and_what_they_are_open_on(tmp_path):
         assert found[file.fileno()] == str(tmp_path / "a b") and found[near.fileno()].startswith("socket:[")
         assert set(found) <= set(procfs.descriptors(os.getpid())) | {max(found)}
         assert int(procfs.fdinfo("self", file.fileno())["flags"], 8) & os.O_WRONLY
+
+
+@pytest.mark.parametrize("name", ["one\ntwo", "one\\012two", "one\rtwo\x85\u2028", "ends with a blank "])
+def test_the_name_of_a_mapped_file_is_its_own(tmp_path, name):
+    (tmp_path / name).write_bytes(bytes(4096))
+    with open(tmp_path / name, "r+b") as file, mmap.mmap(file.fileno(), 4096):
+        assert str(tmp_path / name) in {each.name for each in procfs.maps(os.getpid())}
+        assert str(tmp_path / name) in {each.path for each in mappings.read()}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_deleted_file_is_no_other_one_of_such_a_name(tmp_path, is_there):
+    path, like = tmp_path / "file", tmp_path / "file (deleted)"
+    (like if is_there else path).write_bytes(bytes(4096))
+    with open(like if is_there else path, "r+b") as file, mmap.mmap(file.fileno(), 4096):
+        if not is_there:
+            path.unlink()
+            like.write_bytes(b"another one")
+        (mapping,) = (each for each in procfs.maps(os.getpid()) if each.name == str(like))
+        assert procfs.path_of_deleted(mapping.name, mapping.inode) == ("" if is_there else str(path))
+        (seen,) = (each for each in mappings.read() if each.file[1] == mapping.inode)
+        assert (seen.deleted, seen.path) == (not is_there, str(like if is_there else path))
+
+
+def test_the_path_of_a_socket_may_have_line_breaks(tmp_path, monkeypatch):
+    """Any user's socket may, and all processes of a network namespace are shown it."""
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
+        one.bind("one\ntwo three\n")
+        other.bind("\0four\n\nfive")
+        (connected, _) = pair = socket.socketpair()
+        rows = {row[6]: row[7:] for row in procfs.sockets("unix")}
+        inodes = [str(os.fstat(each.fileno()).st_ino) for each in (one, other, connected)]
+        assert [rows[inode] for inode in inodes] == [["one\ntwo three\n"], ["@four\n\nfive"], []]
+        assert all(each["inode"].isdigit() for each in probes.foreign_sockets((set(), set())))
+        for each in pair:
+            each.close()
 
 
 def test_children_of_all_threads_and_zombies(zombie, process):

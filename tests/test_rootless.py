@@ -207,10 +207,25 @@ def test_connections_and_watched_files_as_an_ordinary_user(place, criu):
     """Without the right to repair a connection, and to open a file by its handle."""
     nobody = Nobody(place, criu)
     nobody.run(pytest_of("tests/process/test_connections.py", "tests/capsule/test_watched_files.py"), timeout=HANGS)
+    tests = ["tests/process/test_socket_options.py", "tests/process/test_file_names.py"]
+    nobody.run(pytest_of(*tests, "-m", "not torture"), timeout=HANGS)
     tests = ["tests/process/test_device_files.py", "tests/lifecycle/test_cuda_children.py"]
     nobody.run(
         pytest_of(*tests, "-k", "device_files or inherited or forked or forks_while or files_noted"), timeout=HANGS
     )
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
+@pytest.mark.parametrize("chosen", ["not torture", pytest.param("torture", marks=pytest.mark.torture)])
+def test_databases_and_changed_files_as_an_ordinary_user(place, criu, chosen):
+    """The log and the index of a database are made by the capsule's init, in the user's namespace."""
+    nobody = Nobody(place, criu)
+    tests = ["tests/process/test_sqlite_wal.py", "tests/faults/test_shared_databases.py"]
+    tests += ["tests/faults/test_replaced_files.py"]
+    words = "sqlite_wal or random or visit or in_a_transaction or has_the_database or large"
+    said = nobody.run(pytest_of(*tests, "-k", words, "-m", chosen), timeout=HANGS)
+    assert " passed" in said
     assert nobody.seen == {(UID,) * 4}
 
 

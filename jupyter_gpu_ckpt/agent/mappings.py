@@ -80,19 +80,31 @@ class Mapping(NamedTuple):
 def read(pid: str = "self") -> list[Mapping]:
     """Return all file mappings of a process."""
     found = []
-    with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as lines:
+    # Names of files may have other ends of lines in them.
+    with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         for line in lines:
             fields = line.rstrip("\n").split(None, 5)
             if len(fields) < 6 or fields[4] == "0":
                 continue
             start, end = (int(word, 16) for word in fields[0].split("-"))
             path, suffix = fields[5], " (deleted)"
+            if "\\012" in path:  # a line break in it, or these characters
+                path = path.replace("\\012", "\n")
+                with contextlib.suppress(OSError):  # unmapped meanwhile
+                    path = os.readlink(f"/proc/{pid}/map_files/{start:x}-{end:x}")
             # An existing file may have such a name, too.
-            deleted = path.endswith(suffix) and not os.path.exists(path)
+            deleted = path.endswith(suffix) and not _is_there(path, int(fields[4]))
             if deleted:
                 path = path[: -len(suffix)]
             found.append(Mapping(start, end, fields[1], int(fields[2], 16), (fields[3], int(fields[4])), path, deleted))
     return found
+
+
+def _is_there(path: str, inode: int) -> bool:
+    try:
+        return os.stat(path).st_ino == inode
+    except OSError:
+        return False
 
 
 def deleted(mappings: list[Mapping]) -> list[Mapping]:

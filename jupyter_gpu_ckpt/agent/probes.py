@@ -166,6 +166,8 @@ def foreign_sockets(own: tuple[set[int], set[str]]) -> list[dict[str, str]]:
             entry = {"kind": kind[:3], "local": _address(row[1]), "remote": _address(row[2])}
             tables[row[9]] = {} if own_channel else entry
     for row in _table("unix"):
+        if len(row) < 7:  # it continues the path of a socket that has a line break in it
+            continue
         tables[row[6]] = {"kind": "unix", "local": row[7] if len(row) > 7 else "", "remote": ""}
     for row in _table("netlink"):
         tables[row[9]] = {"kind": "netlink", "local": f"protocol {row[1]}", "remote": ""}
@@ -184,7 +186,8 @@ def foreign_sockets(own: tuple[set[int], set[str]]) -> list[dict[str, str]]:
 
 
 def _table(kind: str) -> list[list[str]]:
-    with contextlib.suppress(OSError), open(f"/proc/self/net/{kind}", encoding="utf-8", errors="replace") as file:
+    path = f"/proc/self/net/{kind}"
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace", newline="\n") as file:
         return [line.split() for line in file.readlines()[1:]]
     return []  # a Linux without this family
 

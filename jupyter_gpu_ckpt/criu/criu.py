@@ -94,7 +94,8 @@ _CAUSES: tuple[tuple[str, type[CriuError | NoSpace | LimitReached], str], ...] =
     (r"Disk quota exceeded()", NoSpace, "The disk quota was used up while the image was written."),
     (r"File (\S.*?) has bad (?:size|build-ID|mode)", ChangedFile, "{0} was changed while the kernel was away."),
     (r"Can't open file (\S.*?)(?: on restore)?: No such file", MissingFile, "{0} is not there any more."),
-    (r"Can't open mapped \[(.*?)(?: \(deleted\))?\]", DeletedMapping, "The kernel maps {0}, which was deleted."),
+    (r"Can't open mapped \[(.*?) \(deleted\)\]", DeletedMapping, "The kernel maps {0}, which was deleted."),
+    (r"Can't open mapped \[(.*?)\]", UnsupportedFile, "The kernel maps {0}, which cannot be opened by that name."),
     (r"Can't dump ghost file (\S+)", UnsupportedFile, "{0} was deleted while open, and is too big for an image."),
     (
         r"Can't bind inet socket \(id \d+\): Address already in use()",

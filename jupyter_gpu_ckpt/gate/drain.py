@@ -86,8 +86,11 @@ class Drain:
         if self._future is None:
             return
         if now >= self._deadline:
-            message, types = f"The kernel is still working after {self._seconds:g} s.", self._pending.types()
-            error = KernelBusy(message, left="the kernel is running", pending=types, seconds=self._seconds)
+            message, hint = f"The kernel is still working after {self._seconds:g} s.", None
+            if self._pending.asks():
+                message, hint = "A cell waits for input.", KernelBusy.hint_for_input
+            types, left = self._pending.types(), "the kernel is running"
+            error = KernelBusy(message, hint=hint, left=left, pending=types, seconds=self._seconds)
             self._end().set_exception(error)
         elif now >= self._progress + _QUIET:
             for lane, order in self._pending.straggling().items():

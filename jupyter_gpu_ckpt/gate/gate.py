@@ -155,6 +155,7 @@ class Gate:
     cancel_prompt = _verb_if_running(Router.cancel_prompt)
     publish = _verb(Router.publish)
     notify = _verb(Router.notify)
+    tell = _verb(Router.tell)
     kernel_died = _verb_if_running(Router.kernel_died)
     rebind_kernel = _verb(Router.rebind_kernel)
 
@@ -235,7 +236,11 @@ class Gate:
     @property
     def under_way(self) -> UnderWay:
         """Clients' requests that the kernel has not finished."""
-        return self._call(lambda router: UnderWay(router.pending.cells(), router.pending.other_types()))
+
+        def read(router: Router) -> UnderWay:
+            return UnderWay(router.pending.cells(), router.pending.other_types(), router.pending.asks())
+
+        return self._call(read)
 
     # -- the thread
 

@@ -35,7 +35,8 @@ class PendingRequest:
     """A msg_id that the kernel has not completed.
 
     ``replies`` and ``idles`` that are still to come are one each as a rule; they add up for a client that uses a msg_id
-    twice at a time.  ``agent_requests``: what its cell requested of the server, to be done after it.
+    twice at a time.  ``agent_requests``: what its cell requested of the server, to be done after it.  ``asks``: its
+    cell waits for an answer of the user (``input()``, a debugger's prompt).
     """
 
     request: Request
@@ -43,6 +44,7 @@ class PendingRequest:
     replies: int = 0
     idles: int = 0
     begun: bool = False
+    asks: bool = False
     agent_requests: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -103,6 +105,20 @@ class PendingRequests:
         Silent executions do not count: front ends' tools send them as queries.
         """
         return sum(entry.is_cell and not entry.straggles for entry in self._by_id.values())
+
+    def asks(self) -> bool:
+        """Return whether a cell waits for an answer of its user."""
+        return any(entry.asks for entry in self._by_id.values())
+
+    def asked(self, msg_id: str) -> None:
+        """Note that the cell of ``msg_id`` has asked its user for something."""
+        if entry := self._by_id.get(msg_id):
+            entry.asks = True
+
+    def answered(self) -> None:
+        """Note an answer, or an interrupt: a kernel asks for one thing at a time."""
+        for entry in self._by_id.values():
+            entry.asks = False
 
     def other_types(self) -> tuple[str, ...]:
         """Types of the pending requests that are no cells, oldest first."""

@@ -48,6 +48,9 @@ _MAX_PENDING = 10_000
 # been woken, or restarted.
 _DONE_WITHOUT_KERNEL = frozenset({"shutdown_request", "interrupt_request"})
 
+# After one of these no cell waits for its user any more.
+_ANSWERS = frozenset({"input_reply", "interrupt_request"})
+
 
 class GateState(str, Enum):
     """State of a gate: the treatment of a client's request."""
@@ -63,10 +66,14 @@ class GateState(str, Enum):
 
 @dataclass(frozen=True)
 class UnderWay:
-    """Work of a kernel for clients: the number of cells that run or wait in it, and the types of other requests."""
+    """Work of a kernel for clients: the number of cells that run or wait in it, and the types of other requests.
+
+    ``asks``: a cell waits for an answer of its user.
+    """
 
     cells: int
     others: tuple[str, ...]
+    asks: bool = False
 
 
 @dataclass
@@ -321,6 +328,7 @@ class Router:
         Then the kernel itself is to be interrupted.  A wake goes on: the kernel may be needed for the next cell.
         """
         if self.state in (GateState.OPEN, GateState.DRAINING):
+            self.pending.answered()
             return False
         # Requests sent before the interrupt may still lie unread in the front socket.
         self._loop.pump(self._front["shell"])
@@ -387,6 +395,12 @@ class Router:
     def notify(self, notice: str) -> None:
         """Show ``notice`` in the output of the next cell that is not silent: the kernel has no agent that could."""
         self.notices.append(notice)
+
+    def tell(self, text: str) -> None:
+        """Show ``text`` at once in the output of the cell that waits for the kernel; of no cell if none waits."""
+        waiting = self.queue.first(lambda r: r.msg_type == "execute_request" and not r.content.get("silent", False))
+        if waiting is not None:
+            self.replies.notice(waiting, text)
 
     def kernel_died(self) -> None:
         """Drop pending and queued requests of a process that is gone, disconnect, echo no heartbeat.
@@ -488,6 +502,8 @@ class Router:
         if self.notices and request.msg_type == "execute_request" and not request.content.get("silent", False):
             self.replies.notice(request, "\n".join(self.notices))
             self.notices.clear()
+        if request.msg_type in _ANSWERS:
+            self.pending.answered()
         if request.channel != "stdin":
             self.pending.forwarded(request)
             self._drain.note_progress()
@@ -533,8 +549,11 @@ class Router:
             self._internal.replied(self._signer.deserialize(rest))
             return
         wire.send(self._front[channel], frames)
+        parent = str(self._signer.unpack(rest[PARENT]).get("msg_id"))
         if channel != "stdin":
-            self._reply_passed(str(self._signer.unpack(rest[PARENT]).get("msg_id")), rest)
+            self._reply_passed(parent, rest)
+        elif self._signer.unpack(rest[HEADER]).get("msg_type") == "input_request":
+            self.pending.asked(parent)
 
     def _reply_passed(self, msg_id: str, rest: list[bytes]) -> None:
         if (pending := self.pending.find(msg_id)) is None:

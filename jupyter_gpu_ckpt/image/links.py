@@ -206,8 +206,8 @@ def _deleted_files(pid: int) -> dict[Path, set[int]]:
             with contextlib.suppress(OSError):
                 files.append((target, os.stat(f"/proc/{pid}/fd/{number}").st_ino))
     for path, inode in files:
-        if path.startswith("/") and path.endswith(_DELETED):
-            found.setdefault(Path(path).parent, set()).add(inode)
+        if was := procfs.path_of_deleted(path, inode):
+            found.setdefault(Path(was).parent, set()).add(inode)
     return found
 
 

@@ -52,6 +52,8 @@ def final_error(kernel: KernelState, error: Exception) -> GpuCkptError:
         # `terminate` closed the capsule during the step: that step's own error would mislead.
         error = KernelLost("The kernel was ended by its owner (a restart or a shutdown) meanwhile.", **cause)
     error.left = what_is_left(kernel)
+    if image := kernel.image or kernel.kept_image:
+        error.details = {"image": image.id, **error.details}
     if isinstance(error, KernelLost) and (kernel.image or kernel.kept_image):
         error.hint = f"{error.hint} The image is an earlier state of it (`jupyter gpu-ckpt list`)."
     if isinstance(error, ImageNotFound):

@@ -17,7 +17,7 @@ from ..capsule.capsule import ANSWER, Capsule
 from ..errors import CapsuleError, CapsuleGone, GpuCkptError, StateError
 from ..image.store import Image
 from ..trace import Trace
-from . import dump, endings, failures, host_memory, plans, resume
+from . import compatibility, dump, endings, failures, host_memory, plans, resume
 from .context import Attempt, Engine, GateProtocol, Home, KernelState, Reason, Saved
 from .plans import Move, State
 from .settings import LifecycleSettings
@@ -96,6 +96,8 @@ class Lifecycle:
             advance(self.kernel, plans.Attached(state))
             if state is not State.RUNNING:
                 self.gate.sleep()
+            if image is not None:
+                compatibility.hash_meanwhile(image.manifest, kernel.engine.store)
 
     # -- verbs
 

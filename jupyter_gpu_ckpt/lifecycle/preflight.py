@@ -257,13 +257,18 @@ def _is_used(adapter: Process) -> bool:
     return any(row[1].endswith(port) and row[3] == connected for row in _tcp_table(adapter.pid))
 
 
-def judge_requests(cells: int, others: Sequence[str]) -> list[PreflightFinding]:
-    """Return the findings from what clients requested: cells that run or wait, the types of other requests."""
+def judge_requests(cells: int, others: Sequence[str], *, asks: bool = False) -> list[PreflightFinding]:
+    """Return the findings from what clients requested: cells that run or wait, the types of other requests.
+
+    ``asks``: the running cell waits for an answer of its user.
+    """
     findings = []
     if cells:
         behind = f", and {cells - 1} more wait behind it" if cells > 1 else ""
-        hint = "Try again when the cell has finished, or interrupt the cell first."
-        busy = errors.KernelBusy(f"A cell is running{behind}.", hint=hint, left="the kernel runs on", cells=cells)
+        what, hint = "A cell is running", "Try again when the cell has finished, or interrupt the cell first."
+        if asks:
+            what, hint = "A cell waits for input", errors.KernelBusy.hint_for_input
+        busy = errors.KernelBusy(f"{what}{behind}.", hint=hint, left="the kernel runs on", cells=cells)
         findings.append(blocking(busy))
     if others:
         types = ", ".join(sorted(set(others)))

@@ -28,6 +28,7 @@ from ..image import device_memory, layout, links
 from ..image.chunk_cache import ChunkCache
 from ..image.encryption import Readable
 from ..image.store import Image
+from ..node import databases
 from ..node.facts import LINGERS
 from ..node.match import Mismatch, accepted_files, require
 from ..terminal_text import printable
@@ -54,6 +55,10 @@ def match(attempt: Attempt) -> None:
         attempt.verification = store.begin_check(image)
         attempt.resources.callback(attempt.verification.cancel, wait_for_end=True)
         attempt.changed_files = _require_match(attempt, image)
+        for database, paths in databases.to_hold(image.manifest.fingerprint.get("files", {})):
+            attempt.databases.append(database)
+            if "unchanged" not in database:  # log and index may get another size
+                attempt.changed_files.extend(paths)
     except BaseException:
         attempt.resources.close()
         raise
@@ -94,6 +99,8 @@ def _require_match(attempt: Attempt, image: Image) -> list[str]:
         accept = settings.accept_changed_files or image.accepts_changed_files
     found = _mismatches(attempt, image, accept)
     deadline = time.monotonic() + settings.lingering
+    if lingering := [mismatch.what for mismatch in found if mismatch.found == LINGERS]:
+        kernel.gate.tell(f"The kernel wakes as soon as this is free: {', '.join(lingering)} ({LINGERS}).")
     while any(mismatch.found == LINGERS for mismatch in found) and time.monotonic() < deadline:
         # The kernel's own port, from before its checkpoint: the system gives it back by itself.
         if kernel.cancellation.wait(0.2, Reason.DETACH_SOON):
@@ -103,7 +110,7 @@ def _require_match(attempt: Attempt, image: Image) -> list[str]:
         accepted = _mismatches(attempt, image, True)
         if not any(mismatch.hard for mismatch in accepted) and _user_accepts(kernel, accepted_files(accepted)):
             found = accepted
-    require(found)
+    require(found, image.id)
     return accepted_files(found)
 
 
@@ -168,6 +175,8 @@ def criu_restore(attempt: Attempt) -> None:
             links.ghosts_removed(files.criu_directory, layout.mark(kernel.image.path, layout.RESTORING)),
             _closed_after_failure(capsule),
         ):
+            if attempt.databases:
+                capsule.hold_databases(attempt.databases)
             restored = kernel.engine.criu.restore(
                 capsule,
                 directory,

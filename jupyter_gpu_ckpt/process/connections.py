@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import select
 import socket
 import struct
 import sys
-import termios
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -270,8 +268,7 @@ def _drain(reader: Descriptor, sender: Descriptor, drained: dict[Descriptor, Dra
 def _unsent(descriptor: Descriptor) -> int:
     """Bytes that the other end has not acknowledged.  An end that was sent counts as a byte."""
     with _socket(descriptor) as sock:
-        (count,) = struct.unpack("=i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
-        return int(count)
+        return syscalls.unsent_bytes(sock.fileno())
 
 
 def _save_closed(
@@ -290,7 +287,7 @@ def _save_closed(
             end |= {"wrote_end": True, "reset": bool(_events(sock, select.POLLERR))}
         if not closed.unsent or state in sockets.TCP_RECEIVED_END:
             return end
-        _require_few(len(end["unread"]) + closed.unsent, descriptor)
+        _require_few(_on_their_way(sock, closed), descriptor)
         end["unread"] = ""
         emptied.append(DrainedClosed(end, listeners))
         deadline = time.monotonic() + _TIMEOUT
@@ -306,6 +303,20 @@ def _save_closed(
                     raise UnsavableConnection(errno.ETIMEDOUT, f"{_shown(descriptor)} {why}")
 
 
+def _on_their_way(sock: socket.socket, closed: ClosedPeer) -> int:
+    """Bytes that a socket has not read and those that its closed end still sends.
+
+    What has arrived and is not acknowledged yet counts as both, for a moment.
+    """
+    inode, deadline = str(os.fstat(sock.fileno()).st_ino), time.monotonic() + _ARRIVAL_TIMEOUT
+    while (count := syscalls.readable_bytes(sock.fileno()) + closed.unsent) > _MOST_UNREAD:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+        closed = closed_by_peer({inode}, _table()).get(inode, ClosedPeer(closed.peer, 0))
+    return count
+
+
 def _listeners(held: Mapping[str, Descriptor]) -> list[Descriptor]:
     """The listening TCP sockets among those ``held``."""
     return [held[row[9]] for row in _table() if row[3] == _LISTENS and row[9] in held]
@@ -318,6 +329,8 @@ def _table() -> list[list[str]]:
 def _save_end(descriptor: Descriptor, drained: Drained | None) -> Saved:
     """Return all that a new socket needs to become this one.  ``unread``: each byte is a character there."""
     with _socket(descriptor) as sock:
+        if mode := sockets.special_mode(sock):
+            raise UnsavableConnection(errno.ENOTSUP, f"{_shown(descriptor)} {mode}")
         state, no_more = sockets.tcp_state(sock), _events(sock, select.POLLRDHUP)
         unread = _unread(sock, descriptor) if drained is None else drained.data
         return {
@@ -329,6 +342,7 @@ def _save_end(descriptor: Descriptor, drained: Drained | None) -> Saved:
             "reads_no_more": bool(no_more) and state not in sockets.TCP_RECEIVED_END,
             "reuse": [sock.getsockopt(socket.SOL_SOCKET, option) for option in sockets.REUSE],
             "options": sockets.options(sock, connected=True),
+            "announced": sockets.announced(sock),
         }
 
 
@@ -367,7 +381,7 @@ def _shown(descriptor: Descriptor) -> str:
 def restore(path: str) -> str:
     """Connect the ends of the connections in the file ``path`` again, in restored and stopped processes.
 
-    Return what is lost, in words: a connection that cannot be made again stays closed.
+    Return what is lost, in words: a connection that cannot be made again stays closed, and one may lack options.
     """
     try:
         with open(path) as file:
@@ -377,8 +391,9 @@ def restore(path: str) -> str:
     except FileNotFoundError:
         return ""
     except (OSError, TypeError, ValueError) as error:
-        return f"all TCP connections among its processes ({FILE} cannot be read: {error})"
-    lost = []
+        return f"closed: all TCP connections among its processes ({FILE} cannot be read: {error})"
+    lost: list[str] = []
+    lacking: list[str] = []
     with contextlib.ExitStack() as stack:
         for descriptor in saved["listeners"]:
             stack.enter_context(_sharing_port(descriptor))
@@ -387,21 +402,21 @@ def restore(path: str) -> str:
             # The first SYN goes to a port on which nobody listens.
             first, second = sorted(pair, key=lambda end: end["address"][1] not in listening)
             try:
-                _restore(first, second)
+                lacking += _restore(first, second)
             except OSError as error:
                 whose = f"process {first['descriptor'][0]} with process {second['descriptor'][0]}"
                 lost.append(f"a TCP connection of {whose} ({error.strerror})")
                 _close(pair)
         for end in saved["closed"]:
             try:
-                _restore_closed(end, listening)
+                lacking += _restore_closed(end, listening)
             except OSError as error:
                 lost.append(f"{_shown(end['descriptor'])} ({error.strerror})")
                 _close([end])
         for end in (end for each in (*saved["connections"], saved["closed"]) for end in each):
             with contextlib.suppress(OSError), _socket(end["descriptor"]) as sock:
                 _set_reuse(sock, end["reuse"])
-    return ", ".join(lost)
+    return "; ".join([*([f"closed: {', '.join(lost)}"] if lost else []), *lacking])
 
 
 def _require_form(saved: Saved) -> None:
@@ -447,8 +462,11 @@ def _set_reuse(sock: socket.socket, values: Sequence[int]) -> None:
         sock.setsockopt(socket.SOL_SOCKET, option, value)
 
 
-def _restore(first: Saved, second: Saved) -> None:
-    """Connect two ends, up to `sockets.REUSE`: connections to the same port that are made later need these set."""
+def _restore(first: Saved, second: Saved) -> list[str]:
+    """Connect two ends, up to `sockets.REUSE`: connections to the same port that are made later need these set.
+
+    Return the options that cannot be set, in words.
+    """
     with (
         _socket(first["descriptor"]) as one,
         _socket(second["descriptor"]) as other,
@@ -457,27 +475,30 @@ def _restore(first: Saved, second: Saved) -> None:
     ):
         for sock in (one, other):  # CRIU has shut it down
             _disconnect(sock)
-        _join(one, other, _available(one.family, first["address"], other.family, second["address"]))
+        _connect((one, first, first["address"]), (other, second, second["address"]))
         for sock, end, peer in ((one, first, other), (other, second, one)):
             _send_or_close(peer, end["unread"].encode("latin-1"))
             if end["reads_no_more"]:
                 sock.shutdown(socket.SHUT_RD)
+        lacking = [*_set_options(one, first), *_set_options(other, second)]
         for sock, end in ((one, first), (other, second)):
-            sockets.reapply(sock, end["options"])
             if end["wrote_end"]:
                 sock.shutdown(socket.SHUT_WR)
+        return lacking
 
 
-def _restore_closed(end: Saved, listening: Container[int]) -> None:
-    """Connect a socket with one that sends what was unread and closes, up to `sockets.REUSE`."""
+def _restore_closed(end: Saved, listening: Container[int]) -> list[str]:
+    """Connect a socket with one that sends what was unread and closes, up to `sockets.REUSE`.
+
+    Return the options that cannot be set, in words.
+    """
     with _socket(end["descriptor"]) as sock, socket.socket(sock.family) as peer, _keeping_mode(sock):
         _disconnect(sock)
         _set_reuse(sock, [1, 1])
-        ends = [(sock, end["address"]), (peer, end["peer"])]
+        ends = [(sock, end, end["address"]), (peer, None, end["peer"])]
         # The first SYN goes to a port on which nobody listens.
-        (one, first), (other, second) = sorted(ends, key=lambda each: each[1][1] not in listening)
-        _join(one, other, _available(one.family, first, other.family, second))
-        sockets.reapply(sock, end["options"])
+        _connect(*sorted(ends, key=lambda each: each[2][1] not in listening))
+        lacking = _set_options(sock, end)
         _send_or_close(peer, end["unread"].encode("latin-1"))
         if end["reads_no_more"]:
             sock.shutdown(socket.SHUT_RD)
@@ -487,11 +508,16 @@ def _restore_closed(end: Saved, listening: Container[int]) -> None:
             peer.shutdown(socket.SHUT_WR)
             if end["wrote_end"]:
                 sock.shutdown(socket.SHUT_WR)
+        return lacking
+
+
+def _set_options(sock: socket.socket, end: Saved) -> list[str]:
+    return [f"{name} of {_shown(end['descriptor'])}" for name in sockets.reapply(sock, end["options"])]
 
 
 def _all_arrived(sock: socket.socket) -> bool:
     deadline = time.monotonic() + _ARRIVAL_TIMEOUT
-    while fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)) != bytes(4):
+    while syscalls.unsent_bytes(sock.fileno()):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
@@ -502,12 +528,29 @@ def _disconnect(sock: socket.socket) -> None:
     syscalls.check(syscalls.libc.connect(sock.fileno(), _UNSPECIFIED, len(_UNSPECIFIED)), "connect")
 
 
-def _available(family: int, first: Address, other_family: int, second: Address) -> tuple[Address, Address]:
-    """Return addresses at which two ends can be connected: their own, if possible.
+#: A socket that is to be connected, what it was if it is a restored one, and its address.
+Unconnected = tuple[socket.socket, Saved | None, Address]
 
-    Else another process has a port, an end of an earlier connection lingers there, or the address was another host's:
-    then the port of the end that nobody listens for is another, or of both, or both addresses are.  They are tried
-    with sockets that are thrown away: one that is bound is bound for good.
+
+def _connect(first: Unconnected, second: Unconnected) -> None:
+    """Connect two sockets at their addresses, if possible, as what they were."""
+    (one, _, address), (other, _, other_address) = first, second
+    addresses, usual = _available(one.family, address, other.family, other_address)
+    with contextlib.ExitStack() as stack:
+        for (sock, end, _), announced in zip((first, second), usual, strict=True):
+            if end is not None and "announced" in end:  # an older release did not save it
+                stack.enter_context(sockets.announcing(sock, end["announced"], announced, end["options"]))
+        _join(one, other, addresses)
+
+
+def _available(
+    family: int, first: Address, other_family: int, second: Address
+) -> tuple[tuple[Address, Address], list[dict[str, int]]]:
+    """Return addresses at which two ends can be connected, and what each of them announces then (`sockets.announced`).
+
+    They are their own, if possible.  Else another process has a port, an end of an earlier connection lingers there, or
+    the address was another host's: then the port of the end that nobody listens for is another, or of both, or both
+    addresses are.  They are tried with sockets that are thrown away: one that is bound is bound for good.
     """
     changes: list[tuple[Change, Change]] = [
         (_same, _same),
@@ -521,13 +564,12 @@ def _available(family: int, first: Address, other_family: int, second: Address) 
         with socket.socket(family) as one, socket.socket(other_family) as other:
             try:
                 _join(one, other, addresses)
+                return addresses, [sockets.announced(sock) for sock in (one, other)]
             except OSError as error:
                 reason = error
-                continue
             finally:
                 for sock in (one, other):
                     sockets.abort_at_end(sock)
-        return addresses
     raise reason
 
 

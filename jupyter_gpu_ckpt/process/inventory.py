@@ -56,6 +56,11 @@ _ANONYMOUS_NAMES = {
     "bpf-prog": "a BPF program",
     "bpf_link": "a BPF link",
 }
+#: How to avoid some of them.
+_ANONYMOUS_HINTS = {
+    "[io_uring]": "End what uses it, or start it without: programs with libuv (Node.js, uvloop) with the environment "
+    "variable UV_USE_IO_URING=0, the store of torch.distributed with USE_LIBUV=0.",
+}
 #: ``VmFlags`` of ``/proc/PID/smaps`` (``fs/proc/task_mmu.c``) that a restore brings back, or that do not matter.
 #: ``dw``: before Linux 5.15, of a program's own file.  ``bt``: on aarch64, of every library that is built for it.
 _FLAGS = "rd wr ex sh mr mw me ms gd lo sr rr dc ac nr dd sd mg hg nh wf dp gu lf sl dw bt"
@@ -130,11 +135,21 @@ class Found:
         if refusal not in self.refusals:
             self.refusals.append(refusal)
 
-    def add(self, other: Found) -> None:
-        """Add what was found of a process."""
-        self.refusals += [refusal for refusal in other.refusals if refusal not in self.refusals]
-        self.notes |= other.notes
-        self.inventory |= other.inventory
+    def add(self, processes: dict[int, Found], kernel: int) -> None:
+        """Add what was found of each process, by its pid; a refusal names its process if that is not the ``kernel``."""
+        owners: dict[tuple[str, str, str], list[int]] = {}
+        for pid, of_process in processes.items():
+            for refusal in of_process.refusals:
+                owners.setdefault((refusal["what"], refusal["kind"], refusal["hint"]), []).append(pid)
+            self.notes |= of_process.notes
+            self.inventory |= of_process.inventory
+        for (what, kind, hint), pids in owners.items():
+            first = pids[0]
+            if kernel in pids or re.search(rf"\bprocess {first}\b", what):
+                self.refuse(what, kind, hint)
+            else:
+                others = " and others" if pids[1:] else ""
+                self.refuse(f"{what}, of {procfs.described(first)}{others}", kind, hint)
 
 
 def own_mounts(now: list[Mount], before: list[Mount], outside: list[Mount]) -> list[Mount]:
@@ -184,13 +199,13 @@ def inspect(
             pass
         except PermissionError as error:
             _refuse_hidden(pid, own_state, error, is_child=pid not in (root, tree.kernel))
-    for pid, own_state in inspected.items():
-        # Of one that ends some may have been read when nothing was left, or when Linux showed something else instead.
-        if not procfs.is_ending(pid):
-            found.add(own_state)
-    if any(len(holders) > 1 for holders in tree.semaphores.values()):
-        # Each process would get one of its own.
-        found.refuse("an eventfd that is a semaphore and that processes share", hint="End the process that shares it.")
+    # Of one that ends some may have been read when nothing was left, or when Linux showed something else instead.
+    found.add({pid: state for pid, state in inspected.items() if not procfs.is_ending(pid)}, tree.kernel)
+    for holders in tree.semaphores.values():
+        if len(holders) > 1:  # each process would get one of its own
+            names = " and ".join(map(procfs.described, sorted(holders - {tree.kernel})))
+            what = f"an eventfd that is a semaphore and that processes share, {names}"
+            found.refuse(what, hint="End the process that shares it.")
     return found
 
 
@@ -414,7 +429,8 @@ class _Process:
         self.limit()
         tracer = int(procfs.status(self.pid).get("TracerPid", "0"))
         if tracer not in (0, os.getpid()):
-            self.found.refuse(f"a process that another one traces (process {tracer})", hint="End its debugger.")
+            what = f"a process that another one traces (by its debugger, process {tracer})"
+            self.found.refuse(what, hint="End the debugger.")
         if procfs.read(f"{self.root}/cgroup") != self.mine.cgroup:
             self.found.refuse("a control group of its own", hint="Move it back to where its server is.")
         if (label := _optional(f"{self.root}/attr/current")) != self.mine.label:
@@ -426,8 +442,11 @@ class _Process:
         self.relations()
         self.foreground()
         self.ended_children()
-        if self.mine.semaphore_users.intersection(self.tree.pids):
-            self.found.refuse("System V semaphores", hint="Linux may undo what it did to them (SEM_UNDO) when it ends.")
+        if self.pid in self.mine.semaphore_users:
+            # Nothing shows whether it was with SEM_UNDO.
+            why = "A checkpoint ends the process, and Linux then undoes what it has done to them (SEM_UNDO)."
+            hint = f"Remove them if nobody needs them any more (semctl with IPC_RMID; `ipcs -s`, `ipcrm -s ID`). {why}"
+            self.found.refuse("System V semaphores that it has changed (semop)", hint=hint)
         if (filter_ := _optional(f"{self.root}/coredump_filter")) != self.mine.coredump_filter and filter_:
             self.notes["coredump_filter"] = int(filter_, 16)
         words = _optional(f"{self.root}/autogroup").split()
@@ -592,7 +611,7 @@ class _Process:
     def anonymous(self, number: int, name: str) -> None:
         if name not in _ANONYMOUS:
             shown = _ANONYMOUS_NAMES.get(name) or _ANONYMOUS_NAMES.get(f"[{name}]") or f"a kernel object of kind {name}"
-            self.refuse_file(f"{shown} (descriptor {number})")
+            self.refuse_file(f"{shown} (descriptor {number})", _ANONYMOUS_HINTS.get(name, ""))
             return
         text = procfs.read(f"{self.root}/fdinfo/{number}")
         if name == "[eventfd]":
@@ -698,6 +717,10 @@ class _Process:
         memfds = set[tuple[str, int]]()
         for mapping in procfs.maps(self.pid):
             self.mapping_name(mapping.name)
+            if "\n" in mapping.name and os.geteuid() != 0 and not procfs.path_of_deleted(mapping.name, mapping.inode):
+                # An ordinary user's CRIU opens it by the name that /proc/PID/smaps shows.
+                what = f"memory of a file with a line break in its name ({mapping.name})"
+                self.refuse_file(what, "Rename the file, or close it, and try again.")
             if mapping.name == "/dev/zero (deleted)" and os.geteuid() != 0:
                 self.shared_memory(mapping.end)
             elif mapping.name.startswith(shared_memory.MEMFD) and mapping.permissions[3] == "s":
@@ -738,8 +761,9 @@ class _Process:
         elif name.startswith("/secretmem"):
             self.found.refuse("secret memory (memfd_secret)")
         elif name.startswith(("anon_inode:", "socket:")):
-            known = _ANONYMOUS_NAMES.get(name.removeprefix("anon_inode:"), name)
-            self.found.refuse(f"memory that it shares with Linux ({known})")
+            kind = name.removeprefix("anon_inode:")
+            what = f"memory that it shares with Linux ({_ANONYMOUS_NAMES.get(kind, name)})"
+            self.found.refuse(what, hint=_ANONYMOUS_HINTS.get(kind, ""))
         elif name.startswith("/dev/") and not name.startswith(_MAPPED_DEVICES):
             self.refuse_file(f"memory of the device {name}")
 
@@ -777,7 +801,7 @@ class _Process:
         self.inventory["mappings"] = ranges
         own = self.notes.get("threads", {}).get(str(self.pid), {}).get("numa", "default")
         policies = []
-        for line in _optional(f"{self.root}/numa_maps").splitlines():
+        for line in procfs.lines(_optional(f"{self.root}/numa_maps")):
             words = line.split(None, 2)
             if words[1] not in ("default", own):
                 start = int(words[0], 16)

@@ -82,8 +82,7 @@ def complete_restore(path: str) -> str:
             terminals.close()
 
     def connect() -> str:
-        lost = connections.restore(_beside(path))
-        return f"closed: {lost}" if lost else ""
+        return connections.restore(_beside(path))
 
     return "; ".join(lost for step in (restore_terminals, connect) if (lost := attempted(step)))
 

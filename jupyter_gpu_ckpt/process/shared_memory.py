@@ -187,11 +187,10 @@ def _copy_file(source: str, target: str) -> None:
         os.close(made)
 
 
-def _is_deleted(name: str) -> bool:
-    """Return whether Linux shows the name of a deleted file; an existing one may end the same."""
+def _deleted_path(name: str, inode: int) -> str:
+    """Return the path of deleted memory that CRIU may not save; empty for other files (`procfs.path_of_deleted`)."""
     in_dev = name.startswith((_SHARED_MEMORY, _ANONYMOUS + _DELETED)) or not name.startswith("/dev/")
-    known = not name.startswith(_NOT_FILES) and in_dev
-    return name.startswith("/") and name.endswith(_DELETED) and known and not os.path.lexists(name)
+    return procfs.path_of_deleted(name, inode) if in_dev and not name.startswith(_NOT_FILES) else ""
 
 
 def _living_names(pids: list[int]) -> dict[tuple[str, int], str]:
@@ -207,7 +206,8 @@ def _living_names(pids: list[int]) -> dict[tuple[str, int], str]:
     for pid in pids:
         with contextlib.suppress(*procfs.GONE):
             mapped = (each for each in procfs.maps(pid) if each.inode and each.permissions[3] == "s")
-            found |= {(each.device, each.inode): each.name for each in mapped if os.path.lexists(each.name)}
+            living = (each for each in mapped if procfs.is_there(each.name, each.inode))
+            found |= {(each.device, each.inode): each.name for each in living}
     return found
 
 
@@ -222,15 +222,15 @@ def _deleted_files(pids: list[int]) -> dict[tuple[str, int], _File]:
     for pid in pids:
         with contextlib.suppress(*procfs.GONE):
             for mapping in procfs.maps(pid):
-                if mapping.permissions[3] == "s" and _is_deleted(mapping.name):
-                    key = mapping.device, mapping.inode
-                    file = found.setdefault(key, _File(mapping.name.removesuffix(_DELETED)))
+                path = _deleted_path(mapping.name, mapping.inode) if mapping.permissions[3] == "s" else ""
+                if path:
+                    file = found.setdefault((mapping.device, mapping.inode), _File(path))
                     file.mapped.append(_Mapped(pid, mapping))
     for pid in pids if found else ():
         with contextlib.suppress(*procfs.GONE):
             for number, name in procfs.links(pid):
-                key = key_of(os.stat(f"/proc/{pid}/fd/{number}")) if _is_deleted(name) else ("", 0)
-                if key in found:
+                key = key_of(os.stat(f"/proc/{pid}/fd/{number}")) if name.endswith(_DELETED) else ("", 0)
+                if key in found and _deleted_path(name, key[1]):
                     facts = procfs.fdinfo(pid, number)
                     found[key].opened.append(_Opened(pid, number, int(facts["flags"], 8), int(facts["pos"])))
     return found

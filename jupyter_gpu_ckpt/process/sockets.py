@@ -16,6 +16,8 @@ import re
 import select
 import socket
 import struct
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -48,17 +50,23 @@ def _table(text: str) -> dict[str, int]:
 #: Options that CRIU forgets, by level: the numbers of ``include/uapi/{asm-generic/socket,linux/{in,in6,tcp,udp}}.h``.
 #: In the order in which they are set: SO_TIMESTAMPING ends other kinds of time stamps, the last of which counts.
 _SOCKET = _table("""
-    SO_NO_CHECK 11  SO_TIMESTAMPING 37  SO_TIMESTAMPING_NEW 65  SO_TIMESTAMP 29  SO_TIMESTAMPNS 35
+    SO_DEBUG 1  SO_NO_CHECK 11  SO_TIMESTAMPING 37  SO_TIMESTAMPING_NEW 65  SO_TIMESTAMP 29  SO_TIMESTAMPNS 35
     SO_TIMESTAMP_NEW 63  SO_TIMESTAMPNS_NEW 64  SO_RXQ_OVFL 40  SO_WIFI_STATUS 41  SO_PEEK_OFF 42  SO_NOFCS 43
     SO_LOCK_FILTER 44  SO_SELECT_ERR_QUEUE 45  SO_BUSY_POLL 46  SO_MAX_PACING_RATE 47  SO_INCOMING_CPU 49
     SO_ZEROCOPY 60  SO_TXTIME 61  SO_PREFER_BUSY_POLL 69  SO_TXREHASH 74  SO_RCVMARK 75  SO_PASSPIDFD 76
     SO_RCVPRIORITY 82  SO_PASSRIGHTS 83
 """)
+#: Options that CRIU restores of sockets of TCP and UDP only.
+_NOT_OF_IP = _table("SO_REUSEADDR 2")
+_NETLINK = _table("""
+    NETLINK_PKTINFO 3  NETLINK_BROADCAST_ERROR 4  NETLINK_NO_ENOBUFS 5  NETLINK_LISTEN_ALL_NSID 8  NETLINK_CAP_ACK 10
+    NETLINK_EXT_ACK 11  NETLINK_GET_STRICT_CHK 12
+""")
 _TCP = _table("""
     TCP_MAXSEG 2  TCP_SYNCNT 7  TCP_LINGER2 8  TCP_DEFER_ACCEPT 9  TCP_WINDOW_CLAMP 10  TCP_CONGESTION 13
     TCP_THIN_LINEAR_TIMEOUTS 16  TCP_USER_TIMEOUT 18  TCP_FASTOPEN 23  TCP_NOTSENT_LOWAT 25  TCP_SAVE_SYN 27
-    TCP_FASTOPEN_CONNECT 30  TCP_FASTOPEN_NO_COOKIE 34  TCP_INQ 36  TCP_TX_DELAY 37  TCP_RTO_MAX_MS 44
-    TCP_RTO_MIN_US 45  TCP_DELACK_MAX_US 46
+    TCP_FASTOPEN_CONNECT 30  TCP_FASTOPEN_KEY 33  TCP_FASTOPEN_NO_COOKIE 34  TCP_INQ 36  TCP_TX_DELAY 37
+    TCP_RTO_MAX_MS 44  TCP_RTO_MIN_US 45  TCP_DELACK_MAX_US 46  TCP_QUICKACK 12
 """)
 _UDP = _table("""
     UDP_ENCAP 100  UDP_NO_CHECK6_TX 101  UDP_NO_CHECK6_RX 102  UDP_SEGMENT 103  UDP_GRO 104
@@ -73,31 +81,41 @@ _IP = _table("""
 #: Options of IPv4 that CRIU restores of sockets of IPv4 only.
 _IP_OF_IPV6 = _table("IP_TOS 1  IP_TTL 2  IP_PKTINFO 8")
 _IPV6 = _table("""
-    IPV6_2292PKTINFO 2  IPV6_2292HOPLIMIT 8  IPV6_FLOWINFO 11  IPV6_UNICAST_HOPS 16  IPV6_MULTICAST_IF 17
-    IPV6_MULTICAST_HOPS 18  IPV6_MULTICAST_LOOP 19  IPV6_MTU_DISCOVER 23  IPV6_RECVERR 25  IPV6_MULTICAST_ALL 29
+    IPV6_2292PKTINFO 2  IPV6_2292HOPOPTS 3  IPV6_2292DSTOPTS 4  IPV6_2292RTHDR 5  IPV6_2292HOPLIMIT 8
+    IPV6_FLOWINFO 11  IPV6_UNICAST_HOPS 16  IPV6_MULTICAST_IF 17  IPV6_MULTICAST_HOPS 18  IPV6_MULTICAST_LOOP 19
+    IPV6_MTU_DISCOVER 23  IPV6_RECVERR 25  IPV6_MULTICAST_ALL 29  IPV6_ROUTER_ALERT_ISOLATE 30
     IPV6_RECVERR_RFC4884 31  IPV6_FLOWINFO_SEND 33  IPV6_RECVPKTINFO 49  IPV6_RECVHOPLIMIT 51  IPV6_RECVHOPOPTS 53
-    IPV6_RECVRTHDR 56  IPV6_RECVDSTOPTS 58  IPV6_RECVPATHMTU 60  IPV6_DONTFRAG 62  IPV6_RECVTCLASS 66
-    IPV6_TCLASS 67  IPV6_AUTOFLOWLABEL 70  IPV6_ADDR_PREFERENCES 72  IPV6_MINHOPCOUNT 73  IPV6_RECVORIGDSTADDR 74
-    IPV6_TRANSPARENT 75  IPV6_UNICAST_IF 76  IPV6_RECVFRAGSIZE 77  IPV6_FREEBIND 78
+    IPV6_HOPOPTS 54  IPV6_RTHDRDSTOPTS 55  IPV6_RECVRTHDR 56  IPV6_RTHDR 57  IPV6_RECVDSTOPTS 58  IPV6_DSTOPTS 59
+    IPV6_RECVPATHMTU 60  IPV6_DONTFRAG 62  IPV6_RECVTCLASS 66  IPV6_TCLASS 67  IPV6_AUTOFLOWLABEL 70
+    IPV6_ADDR_PREFERENCES 72  IPV6_MINHOPCOUNT 73  IPV6_RECVORIGDSTADDR 74  IPV6_TRANSPARENT 75  IPV6_UNICAST_IF 76
+    IPV6_RECVFRAGSIZE 77  IPV6_FREEBIND 78
 """)
 #: Options that Linux itself sets, of a connection: numbers of this connection, which a new one has its own of.
 _OF_CONNECTION = frozenset(
-    {
-        "SO_INCOMING_CPU",
-        "TCP_MAXSEG",
-        "TCP_WINDOW_CLAMP",
-        "IP_MULTICAST_TTL",
-        "IPV6_MULTICAST_IF",
-        "IPV6_MULTICAST_HOPS",
-    }
+    {"SO_INCOMING_CPU", "TCP_MAXSEG", "IP_MULTICAST_TTL", "IPV6_MULTICAST_IF", "IPV6_MULTICAST_HOPS"}
 )
+_TCP_REPAIR, _TCP_ULP, _UDP_CORK = 19, 31, 1
+_SO_RCVBUFFORCE, _SO_BINDTOIFINDEX, _SO_BUF_LOCK, _LOCKS_RECEIVING = 33, 62, 72, 2
+#: Options that a connection keeps, but that can be set before it only, or that it begins with: buffers depend on the
+#: latter.
+_BEFORE_CONNECTING = "TCP_FASTOPEN", "TCP_FASTOPEN_NO_COOKIE", "TCP_CONGESTION"
+_TIMESTAMP_BYTES = 12
+#: Seconds until a network device has sent a datagram.
+_DEPARTURE_TIMEOUT = 0.05
+#: The largest TCP_MAXSEG, and the largest window without a scale.
+_LARGEST_SEGMENT, _LARGEST_WINDOW = 32767, 65535
 AF_UNIX, SOCK_DGRAM = socket.AF_UNIX, socket.SOCK_DGRAM
 _INET = (socket.AF_INET, socket.AF_INET6)
 #: Kinds of sockets that come back: family, type, protocol.
 _UNIX = {(socket.AF_UNIX, kind, 0) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET)}
 _IP_TYPES = (socket.SOCK_STREAM, 6), (socket.SOCK_DGRAM, 17), (socket.SOCK_DGRAM, 136)
 _IP_KINDS = {(family, kind, protocol) for family in _INET for kind, protocol in _IP_TYPES}
-_NETLINK_ROUTE, _NETLINK_UEVENT = 0, 15
+_NETLINK_ROUTE, _NETLINK_UEVENT, _SOL_NETLINK = 0, 15, 270
+_NETLINK_KINDS = {
+    (socket.AF_NETLINK, kind, protocol)
+    for kind in (socket.SOCK_RAW, socket.SOCK_DGRAM)
+    for protocol in (_NETLINK_ROUTE, _NETLINK_UEVENT)
+}
 _FAMILIES = {
     17: "a packet socket",
     38: "a socket of the kernel's cryptography (AF_ALG)",
@@ -125,23 +143,63 @@ def _kind_of(sock: socket.socket) -> tuple[int, int, int]:
 def refusal(sock: socket.socket, descriptors: int) -> str:
     """Why a socket with so many ``descriptors`` queued in it cannot come back, as a noun phrase; empty if it can."""
     family, kind, protocol = _kind_of(sock)
+    if device := _lost_device(sock):
+        return f"a socket that is bound to a network device (number {device}) that is not there any more"
     if family == socket.AF_UNIX:
         return _unix_refusal(sock, descriptors) if (family, kind, protocol) in _UNIX else "a unix socket of a new type"
     if (family, kind, protocol) in _IP_KINDS:
-        if kind == socket.SOCK_STREAM:
-            state, waiting = _tcp(sock)
-            if state == _TCP_LISTEN and waiting:
-                return f"{counted(waiting, 'connection')} to port {sock.getsockname()[1]}, not accepted yet"
-        elif _waiting(sock):
-            return "a datagram in a UDP socket that is not received yet"
-        return ""
-    if family == socket.AF_NETLINK and protocol in (_NETLINK_ROUTE, _NETLINK_UEVENT):
+        return _tcp_refusal(sock) if kind == socket.SOCK_STREAM else _udp_refusal(sock)
+    if (family, kind, protocol) in _NETLINK_KINDS:
         return ""
     if family in _INET and kind == socket.SOCK_RAW:
         return "a raw socket (ping)"
     if family in _INET:
         return _PROTOCOLS.get(protocol, f"a socket of protocol {protocol}")
     return _FAMILIES.get(family, f"a socket of family {family}, protocol {protocol}")
+
+
+def _lost_device(sock: socket.socket) -> int:
+    """Return the number of the network device a socket is bound to, if it has gone: CRIU asks for its name."""
+    with contextlib.suppress(OSError):  # before Linux 5.0
+        if number := sock.getsockopt(socket.SOL_SOCKET, _SO_BINDTOIFINDEX):
+            try:
+                socket.if_indextoname(number)
+            except OSError:
+                return number
+    return 0
+
+
+def _tcp_refusal(sock: socket.socket) -> str:
+    state, waiting = _tcp(sock)
+    if state == _TCP_LISTEN and waiting:
+        return f"{counted(waiting, 'connection')} to port {sock.getsockname()[1]}, not accepted yet"
+    if state == _TCP_CLOSE and (mode := special_mode(sock)):
+        return f"a TCP socket {mode}"
+    return ""
+
+
+def special_mode(sock: socket.socket) -> str:
+    """Return the mode of a TCP socket in which it cannot come back, in words; empty if it is in none."""
+    if sock.getsockopt(socket.IPPROTO_TCP, _TCP_REPAIR):
+        return "under repair (TCP_REPAIR)"
+    with contextlib.suppress(OSError):  # before Linux 4.13
+        if layer := sock.getsockopt(socket.IPPROTO_TCP, _TCP_ULP, _LONGEST).rstrip(b"\0").decode(errors="replace"):
+            return f"with another protocol of Linux above it (TCP_ULP {layer})"
+    return ""
+
+
+def _udp_refusal(sock: socket.socket) -> str:
+    if _waiting(sock):
+        return "a datagram in a UDP socket that is not received yet"
+    if sock.getsockopt(sock.proto, _UDP_CORK):
+        return "a UDP socket that collects a datagram (UDP_CORK)"
+    # With MSG_MORE nothing but its memory shows such a datagram.  Others leave within that time.
+    deadline = time.monotonic() + _DEPARTURE_TIMEOUT
+    while syscalls.unsent_bytes(sock.fileno()):
+        if time.monotonic() > deadline:
+            return "a datagram in a UDP socket that is not sent yet (MSG_MORE)"
+        time.sleep(0.002)
+    return ""
 
 
 def connection(sock: socket.socket) -> Ends | None:
@@ -288,7 +346,7 @@ def options(sock: socket.socket, *, connected: bool = False) -> dict[str, str]:
     ``connected``: also of a TCP connection, which else comes back closed.
     """
     kind = _kind_of(sock)
-    if kind not in _UNIX | _IP_KINDS:
+    if kind not in _UNIX | _IP_KINDS | _NETLINK_KINDS:
         return {}
     is_tcp = kind[0] in _INET and kind[1] == socket.SOCK_STREAM
     if is_tcp and not connected and _tcp(sock)[0] not in (_TCP_CLOSE, _TCP_LISTEN):
@@ -305,6 +363,10 @@ def options(sock: socket.socket, *, connected: bool = False) -> dict[str, str]:
 def _tables(kind: tuple[int, int, int]) -> Iterator[tuple[int, dict[str, int]]]:
     family, _, protocol = kind
     yield socket.SOL_SOCKET, _SOCKET
+    if family not in _INET:
+        yield socket.SOL_SOCKET, _NOT_OF_IP
+    if family == socket.AF_NETLINK:
+        yield _SOL_NETLINK, _NETLINK
     if family in _INET:
         yield socket.IPPROTO_IP, _IP
         if family == socket.AF_INET6:
@@ -314,27 +376,99 @@ def _tables(kind: tuple[int, int, int]) -> Iterator[tuple[int, dict[str, int]]]:
 
 
 def _read(sock: socket.socket) -> dict[str, str]:
-    found = {}
-    for level, table in _tables(_kind_of(sock)):
-        for name, number in table.items():
-            with contextlib.suppress(OSError):  # this kind of socket, or this Linux, does not have it
-                found[name] = sock.getsockopt(level, number, _LONGEST).hex()
-    return found
+    tables = _tables(_kind_of(sock))
+    found = {name: _value(sock, level, number) for level, table in tables for name, number in table.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _value(sock: socket.socket, level: int, number: int) -> str | None:
+    """An option's value in hex; None if this kind of socket, or this Linux, does not have it."""
+    with contextlib.suppress(OSError):
+        return sock.getsockopt(level, number, _LONGEST).hex()
+    return None
 
 
 def reapply(sock: socket.socket, wanted: dict[str, str]) -> list[str]:
     """Set the options that differ from ``wanted``.  Return the names of those that cannot be set."""
     failed = []
-    now = _read(sock)
     for level, table in _tables(_kind_of(sock)):
         for name in (each for each in table if each in wanted):
-            value = bytes.fromhex(wanted[name])
-            try:
-                if now.get(name) != wanted[name]:
-                    sock.setsockopt(level, table[name], value.rstrip(b"\0") if name == "TCP_CONGESTION" else value)
-            except OSError:
-                failed.append(name)
+            # Some options change others: IP_OPTIONS makes segments smaller.
+            if _value(sock, level, table[name]) != wanted[name]:
+                try:
+                    _set(sock, level, name, table[name], wanted[name])
+                except OSError:
+                    failed.append(name)
     return failed
+
+
+def _set(sock: socket.socket, level: int, name: str, number: int, value: str) -> None:
+    """Set an option to a ``value`` of `_value`.  Raises `OSError`."""
+    data = bytes.fromhex(value)
+    sock.setsockopt(level, number, data.rstrip(b"\0") if name == "TCP_CONGESTION" else data)
+
+
+# -- what the two ends of a TCP connection say of themselves as they connect
+
+
+def announced(sock: socket.socket) -> dict[str, int]:
+    """Return what an end of a TCP connection has announced: its largest segment, and the scale of its window.
+
+    Options that were set before the socket was connected limit them: TCP_MAXSEG and TCP_WINDOW_CLAMP.  The latter
+    remains to be read, the former is the size of segments on a connection.
+    """
+    info = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 104)
+    has_timestamps = info[5] & 1  # Linux has subtracted their bytes once both ends know
+    segment = struct.unpack_from("=I", info, 84)[0] + (_TIMESTAMP_BYTES if has_timestamps else 0)
+    return {"segment": segment, "scale": info[6] >> 4}
+
+
+@contextlib.contextmanager
+def announcing(
+    sock: socket.socket, wanted: dict[str, int], usual: dict[str, int], options: dict[str, str]
+) -> Iterator[None]:
+    """Let a socket announce what `announced` returned, when the body connects it.  Raises `OSError`.
+
+    ``usual``: what a socket without options announces here.  ``options``: those of the connection.
+    """
+    _announce(sock, wanted, usual, options)
+    with socket.socket(sock.family) as new:
+        usual_size = new.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    size, lock = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF), 0
+    # Else SO_RCVBUF limits the window for good, although the program has set it later.
+    is_later = size < usual_size and wanted["scale"] >= usual["scale"]
+    with contextlib.suppress(OSError):  # before Linux 5.14
+        lock = sock.getsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK)
+        if is_later:
+            _set_receive_buffer(sock, usual_size)
+            sock.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, lock & ~_LOCKS_RECEIVING)
+    try:
+        yield
+    finally:
+        if is_later:
+            _set_receive_buffer(sock, size)
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, lock)
+
+
+def _set_receive_buffer(sock: socket.socket, size: int) -> None:
+    """Set a receive buffer to a size as Linux shows it, twice of what it is told."""
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, size // 2)
+    except PermissionError:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size // 2)
+
+
+def _announce(sock: socket.socket, wanted: dict[str, int], usual: dict[str, int], options: dict[str, str]) -> None:
+    if wanted["segment"] < usual["segment"] and wanted["segment"] <= _LARGEST_SEGMENT:
+        sock.setsockopt(socket.IPPROTO_TCP, _TCP["TCP_MAXSEG"], wanted["segment"])
+    if wanted["scale"] < usual["scale"]:
+        clamp = int.from_bytes(bytes.fromhex(options.get("TCP_WINDOW_CLAMP", "")), sys.byteorder)
+        # Linux chooses the smallest scale with which the largest window can be announced.
+        least, most = 1 << 15 + wanted["scale"] if wanted["scale"] else 0, _LARGEST_WINDOW << wanted["scale"]
+        sock.setsockopt(socket.IPPROTO_TCP, _TCP["TCP_WINDOW_CLAMP"], min(max(clamp, least), most))
+    for name in (each for each in _BEFORE_CONNECTING if each in options):
+        _set(sock, socket.IPPROTO_TCP, name, _TCP[name], options[name])
 
 
 def let_ports_be_rebound(pids: Iterable[int]) -> None:

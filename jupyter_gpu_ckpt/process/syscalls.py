@@ -231,6 +231,12 @@ def readable_bytes(fd: int) -> int:
     return int(count)
 
 
+def unsent_bytes(fd: int) -> int:
+    """Bytes that a socket has not sent, or of a TCP socket: that are not acknowledged (``SIOCOUTQ``)."""
+    (count,) = struct.unpack("=i", fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)))
+    return int(count)
+
+
 def rearm_timer(fd: int) -> None:
     """Rearm a periodic timerfd that went off and was not read; its reader notices nothing.
 

@@ -57,7 +57,6 @@ def kernel(
     swapped_out = monitored.swapped_out if monitored else None
     progress = monitored.progress if monitored else None
     failure = monitored.failure if monitored else None
-    failed = ("verb", "step", "code", "message", "hint", "left", "at")
     return {
         "id": kernel_id,
         "name": name,
@@ -68,7 +67,7 @@ def kernel(
         "image": image.id if image else None,
         "device_bytes_swapped_out": sum(swapped_out.device.values()) if swapped_out else 0,
         "progress": progress.fraction if progress else None,
-        "failure": {name: getattr(failure, name) for name in failed} if failure else None,
+        "failure": failure.for_owner() if failure else None,
         "job": job.as_dict() if job else None,
         "policy": outlook,
     }
@@ -107,7 +106,7 @@ def requests(provisioner: GpuCkptProvisioner) -> list[PreflightFinding]:
     if gate is None:
         return []
     under_way = gate.under_way
-    return judge_requests(under_way.cells, under_way.others)
+    return judge_requests(under_way.cells, under_way.others, asks=under_way.asks)
 
 
 def image(of: Image, root: Path) -> dict[str, Any]:

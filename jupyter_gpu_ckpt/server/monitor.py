@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from logging import Logger
+from typing import Any
 
 from tornado.ioloop import IOLoop
 
@@ -77,7 +78,10 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Failed:
-    """A verb that failed and was undone; ``left`` names the state things were left in."""
+    """A verb that failed and was undone; ``left`` names the state things were left in.
+
+    ``code`` and ``hint`` are for everybody; ``error``, if it is known, may name private files (`for_owner`).
+    """
 
     kernel_id: str
     verb: str
@@ -86,11 +90,15 @@ class Failed:
     hint: str
     left: str
     at: float
+    error: errors.GpuCkptError | None = None
 
-    @property
-    def message(self) -> str:
-        """The general meaning of the code.  The error's own text may name private files; only the caller gets it."""
-        return (inspect.getdoc(_ERRORS.get(self.code, errors.GpuCkptError)) or "").partition("\n")[0]
+    def for_owner(self) -> dict[str, Any]:
+        """Return the failure for JSON, with the error's own text, for those who may use the kernel."""
+        shown = {name: getattr(self, name) for name in ("verb", "step", "code", "hint", "left", "at")}
+        if self.error is not None:
+            return {**shown, "message": self.error.message, "hint": self.error.hint, "details": self.error.details}
+        meaning = inspect.getdoc(_ERRORS.get(self.code, errors.GpuCkptError)) or ""
+        return {**shown, "message": meaning.partition("\n")[0], "details": {}}
 
 
 @dataclass(frozen=True)
@@ -241,6 +249,7 @@ class MonitoredKernel:
         self.failure: Failed | None = None
         self._sizes = Sizes()
         self._failed_step: StepEvent | None = None
+        self._error: errors.GpuCkptError | None = None
         self._reported_fraction = 0.0
         provisioner.sinks.append(self._on_step)
         provisioner.on_state.append(self._on_state)
@@ -258,7 +267,9 @@ class MonitoredKernel:
     # -- on the worker's thread.  A listener that raises would make the step fail, so these never raise.
 
     def _on_step(self, event: StepEvent) -> None:
-        self._post(lambda: self._process_step(event))
+        lifecycle = self.provisioner.lifecycle
+        error = lifecycle.trace.error if event.kind == "failed" and lifecycle is not None else None
+        self._post(lambda: self._process_step(event, error))
 
     def _on_protection(self, until: float | None) -> None:
         self._post(lambda: self.monitor.notify(lambda listener: listener.protected(self.kernel_id, until)))
@@ -300,7 +311,7 @@ class MonitoredKernel:
             plan = _plan(previous, state)
             if state is State.RESUMING and self.swapped_out is not None:
                 sizes = Sizes(device=dict(self.swapped_out.device))
-            self._sizes, self._failed_step = sizes, None
+            self._sizes, self._failed_step, self._error = sizes, None, None
             self.progress = Progress(plan, sizes) if plan is not None else None
         else:
             self.progress = self.step = None
@@ -310,26 +321,27 @@ class MonitoredKernel:
             self.swapped_out = self.swapped_out or saved
         code = None
         if progress is not None and state not in VERBS and previous in VERBS:
-            code = self._settle(progress.plan, VERBS[previous], state, at)
+            code = self._settle(progress.plan, VERBS[previous], state, at, image)
         device = sum((self.swapped_out.device if self.swapped_out else self._sizes.device).values())
         change = Changed(self.kernel_id, state, previous, at, max(0.0, at - began), image, device, code)
         self.monitor.notify(lambda listener: listener.changed(change))
         if code is not None and (failure := self.failure) is not None:
             self.monitor.notify(lambda listener: listener.failed(failure))
 
-    def _settle(self, plan: Plan, verb: str, state: State, at: float) -> str | None:
+    def _settle(self, plan: Plan, verb: str, state: State, at: float, image: str | None) -> str | None:
         """Record the end of a verb; return the error's code if it failed."""
         failed, self._failed_step = self._failed_step, None
         if state is plan.to:
             self.failure = None
             return None
         code = "KERNEL_LOST" if state is State.DEAD else (failed.code if failed else None) or "INTERNAL"
-        hint = _ERRORS.get(code, errors.GpuCkptError).default_hint
+        hint = errors.GpuCkptError.filled(_ERRORS.get(code, errors.GpuCkptError).default_hint, image)
         step = failed.step if failed else ""
-        self.failure = Failed(self.kernel_id, verb, step, code, hint, _LEFT.get(state, state.value), at)
+        error = self._error if self._error is not None and self._error.code == code else None
+        self.failure = Failed(self.kernel_id, verb, step, code, hint, _LEFT.get(state, state.value), at, error)
         return code
 
-    def _process_step(self, event: StepEvent) -> None:
+    def _process_step(self, event: StepEvent, error: errors.GpuCkptError | None = None) -> None:
         step, progress = Step(event.step), self.progress
         forward = progress is not None and self._failed_step is None  # else an undo step
         self.step = event if event.kind == "started" and forward else None
@@ -343,7 +355,7 @@ class MonitoredKernel:
             if progress is not None and forward:
                 progress.done(step)
         elif event.kind == "failed" and self._failed_step is None:
-            self._failed_step = event
+            self._failed_step, self._error = event, error
         self._report_step(event)
 
     async def poll(self) -> None:

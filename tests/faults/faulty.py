@@ -142,6 +142,15 @@ class Subject:
         self._sent.clear()
         return reply["content"]
 
+    async def printed(self, stream: str) -> str:
+        """The text that cells printed to ``stream``, as far as the client that does not care has not read it yet."""
+        text = ""
+        while await self._other_tab.iopub_channel.msg_ready():
+            message = await self._other_tab.get_iopub_msg(timeout=1)
+            if message["msg_type"] == "stream" and message["content"]["name"] == stream:
+                text += message["content"]["text"]
+        return text
+
     def drafts(self) -> list[str]:
         return [path.name for path in self.images.glob(".draft-*")] if self.images.exists() else []
 

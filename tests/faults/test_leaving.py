@@ -291,28 +291,36 @@ async def test_a_debugger_that_was_turned_off_keeps_nobody_and_can_be_turned_on_
     assert await subject.run("import subprocess; print(subprocess.run(['true']).returncode)") == "0"
 
 
-#: A program that listens for an editor, and an editor that comes and goes.  debugpy's adapter can hang, with no
-#: checkpoint near it, where the next editor comes while the one before has closed its connection and said nothing.
+#: A program that listens for an editor, and an editor that comes and goes.  debugpy's adapter accepts nobody any more,
+#: with no checkpoint near it, where an editor has gone before it was sent all of its welcome, which ends with the event
+#: `debugpySockets`.
 #: The reset at the end (SO_LINGER 0) spares the adapter's port the minute of TIME_WAIT that a wake would wait for.
 EDITOR = """
 import debugpy, json, socket, struct
 at = debugpy.listen(("127.0.0.1", 0))
 
-def ask(file, seq, command, arguments):
+def said(file):
+    length = int(file.readline().split()[1])
+    file.readline()
+    return json.loads(file.read(length))
+
+def ask(file, seq, command, arguments, *events):
     body = json.dumps({"seq": seq, "type": "request", "command": command, "arguments": arguments})
     file.write(f"Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
     file.flush()
-    while True:
-        length = int(file.readline().split()[1])
-        file.readline()
-        if (answer := json.loads(file.read(length))).get("command") == command:
-            return answer["success"]
+    success, missing = None, set(events)
+    while success is None or missing:
+        message = said(file)
+        missing.discard(message.get("event"))
+        if message.get("command") == command:
+            success = message["success"]
+    return success
 
 def edit():
     with socket.create_connection(at, 20) as editor, editor.makefile("rwb") as file:
         editor.settimeout(30)
         editor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        done = ask(file, 1, "initialize", {"adapterID": "x"}), ask(file, 2, "disconnect", {})
+        done = ask(file, 1, "initialize", {"adapterID": "x"}, "debugpySockets"), ask(file, 2, "disconnect", {})
         while file.read(1000):
             pass
         return done

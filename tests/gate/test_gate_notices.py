@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gate_world import World, outputs, reply
+from gate_world import DEADLINE, World, outputs, reply
+from waiting import until
 
 
 def printed(messages: list[dict[str, Any]]) -> list[str]:
@@ -32,3 +33,20 @@ def test_it_outlives_the_gate(up: World) -> None:
     reply(client, cell)
     assert printed(outputs(client, cell)) == ["it came back\n"]
     assert up.gate.identity["notices"] == []
+
+
+def test_a_cell_that_waits_is_told_at_once(up: World) -> None:
+    client = up.client()
+    up.gate.tell("nobody waits: nobody hears of it")
+    up.to_sleep()
+    client.execute("1", silent=True)
+    cell = client.execute("print('ran')")
+    until(lambda: up.woken, "the cell woke the kernel")
+    until(lambda: up.gate.queued == 2, "both wait")
+    up.gate.tell("it waits for a port")
+    told = client.get_iopub_msg(timeout=DEADLINE)
+    while told["msg_type"] != "stream":
+        told = client.get_iopub_msg(timeout=DEADLINE)
+    assert (told["content"]["text"], told["parent_header"]["msg_id"]) == ("it waits for a port\n", cell)
+    up.wake()
+    assert printed(outputs(client, cell)) == ["ran\n"]

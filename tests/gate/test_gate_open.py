@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from gate_world import DEADLINE, World, kinds, outputs, reply, send
 from jupyter_client import AsyncKernelClient
 from waiting import until
 
-from jupyter_gpu_ckpt.errors import GateError, StateError
+from jupyter_gpu_ckpt.errors import GateError, KernelBusy, StateError
 from jupyter_gpu_ckpt.gate import wire
 
 
@@ -324,3 +325,25 @@ def test_an_address_that_is_closed_a_moment_later_is_waited_for(tmp_path: Path) 
         with zmq.Context() as context, context.socket(zmq.ROUTER) as made:
             wire._bind(made, f"ipc://{path}")
         closing.join()
+
+
+@pytest.mark.parametrize("end", ["an answer", "an interrupt"])
+def test_a_cell_that_waits_for_input_is_told_from_one_that_works(up: World, end: str) -> None:
+    client = up.client()
+    code = "import time\ntry: input('name? ')\nexcept KeyboardInterrupt: pass\ntime.sleep(0.5)"
+    assert not up.gate.under_way.asks
+    cell = client.execute(code, allow_stdin=True)
+    client.get_stdin_msg(timeout=DEADLINE)
+    assert up.gate.under_way.asks
+    with pytest.raises(KernelBusy, match=r"A cell waits for input\.") as caught:
+        up.gate.drain(0.3)
+    assert "Answer its prompt" in caught.value.hint
+    up.gate.release()
+    if end == "an answer":
+        client.input("Ada")
+    else:
+        assert not up.gate.interrupt()
+        up.kernel.process.send_signal(signal.SIGINT)
+    until(lambda: not up.gate.under_way.asks, "nobody waits for input")
+    assert up.gate.under_way.cells == 1
+    reply(client, cell)

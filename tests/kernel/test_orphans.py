@@ -28,6 +28,8 @@ from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 from jupyter_gpu_ckpt.kernel.registry import reap
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.node import hashes
+from jupyter_gpu_ckpt.node.facts import file_facts
+from jupyter_gpu_ckpt.node.hashes import Hashes
 from jupyter_gpu_ckpt.process import descriptors
 
 KERNEL_ID = "0c0ffee0-0000-4000-8000-000000000001"
@@ -92,6 +94,22 @@ async def test_a_kernel_left_by_a_stopping_server_sleeps_until_a_request_to_the_
     assert await second.run("print(x + 1, os.getpid() == pid)") == "42 True"
     await second.settled("running")
     assert server.store.images() == []
+
+
+async def test_the_next_server_hashes_large_files_that_the_last_one_had_no_time_for(server, monkeypatch):
+    data = server.place / "data"
+    data.write_bytes(b"x" * (hashes.AT_ONCE + 1))
+    first = await server.start()
+    await first.run("file = open('data', 'rb'); x = 41")
+    with monkeypatch.context() as stopped:
+        stopped.setattr(Hashes, "begin", lambda _: None)
+        await first.provisioner.detach()
+    facts = file_facts(str(data))
+    assert not Hashes(server.store.root).known(facts)
+    second = await server.start()
+    await until(lambda: Hashes(server.store.root).known(facts), 30)
+    data.with_name("link").hardlink_to(data)
+    assert await second.run("print(x)") == "41"
 
 
 async def test_a_client_of_the_old_server_continues_with_the_new_one(server):

@@ -162,6 +162,24 @@ KINDS: dict[str, tuple[str, str, str]] = {
         "a.setsockopt(1, 18, 1); answer += both(a, child); a.setsockopt(1, 18, 3); a.setsockopt(1, 42, 2)",
         "",
     ),
+    "small segments": (
+        "s = socket.create_server(('127.0.0.1', 0)); s.setsockopt(6, socket.TCP_MAXSEG, 700)\n"
+        "child(f'c = socket.socket(); c.setsockopt(6, 2, 600); c.connect({s.getsockname()})'); a = s.accept()[0]",
+        "answer = [s.getsockopt(6, 2), a.getsockopt(6, 2), child('answer = c.getsockopt(6, 2)'), both(a, child)]",
+        "",
+    ),
+    "small windows, before the connection and after it": (
+        "s = socket.create_server(('127.0.0.1', 0)); s.setsockopt(6, socket.TCP_WINDOW_CLAMP, 5000)\n"
+        "child(f'c = socket.create_connection({s.getsockname()}); c.setsockopt(6, 10, 9000)'); a = s.accept()[0]",
+        "answer = [s.getsockopt(6, 10), a.getsockopt(6, 10), child('answer = c.getsockopt(6, 10)'), both(a, child)]\n"
+        "answer += [a.getsockopt(6, 11, 104)[6], child('answer = c.getsockopt(6, 2)')]",
+        "",
+    ),
+    "a small buffer, which limits no segments": (
+        "s, a = pair(child); a.setsockopt(1, socket.SO_RCVBUF, 4000)",
+        "answer = *map(a.getsockopt, (1, 1), (8, 72)), child('answer = c.getsockopt(6, 2) > 30000'), both(a, child)",
+        "",
+    ),
     "watched by epoll": (
         "s, a = pair(child); level, edge = select.epoll(), select.epoll(); level.register(a, 1)\n"
         "edge.register(a, 1 | 1 << 31)",
@@ -243,6 +261,23 @@ def test_a_connection_comes_back(trips, name):
     assert "Error" not in before
     assert after == [before, before]
     assert trips.last[name] == repr(LAST.get(name))
+
+
+def test_an_option_that_a_connection_cannot_have_again_is_named(home, capsule, criu):
+    subject = Subject(capsule)
+    subject.tell(PRELUDE)
+    make = (
+        "c = socket.socket(); c.setsockopt(6, 30, 1); c.connect({s.getsockname()}); c.send(b'word')"  # FASTOPEN_CONNECT
+    )
+    asked(subject, f"s = socket.create_server(('127.0.0.1', 0)); child(f{make!r}); a = s.accept()[0]")
+    inner, pipes = capsule.inner_pid, capsule.pipes
+    criu.dump(capsule, image(home), timeout=60)
+    connections.abort_at_end(capsule.processes())
+    capsule.close()
+    with Capsule.create(home) as again:
+        (lacking,) = criu.restore(again, image(home), pid=inner, pipes=pipes, timeout=60).changed
+        assert re.fullmatch(r"TCP_FASTOPEN_CONNECT of a TCP connection of process \d+ .*\(descriptor \d+\)", lacking)
+        assert asked(subject, "answer = a.recv(9)") == repr(b"word")
 
 
 def asked(subject: Subject, code: str) -> str:
@@ -345,6 +380,7 @@ def test_what_cannot_be_put_back_is_reported(home, capsule, criu):
         ("a.send(b'x', socket.MSG_OOB)", "out-of-band data that is not read yet"),
         ("a.setblocking(False); a.send(bytes(3 << 20))", "unread bytes; 2097152 can be saved"),
         ("a.setblocking(False); a.send(bytes(1 << 20)); a.shutdown(1)", "was closed for writing"),
+        *([("a.setsockopt(6, 19, 1)", "under repair")] if os.geteuid() == 0 else []),
         (
             "child('c.setblocking(False); c.send(bytes(3 << 20)); c.close()'); b = a; s, a = pair(child, s)",
             r"process \d+ \(python.*\) \(descriptor \d+\) with \d+ unread bytes; 2097152 can be saved",
@@ -357,6 +393,8 @@ def test_a_connection_that_cannot_be_saved_is_refused_and_lives_on(make, why, ho
     asked(subject, f"s, a = pair(child); {make}")
     with pytest.raises(LoopbackTcp, match=why):
         criu.dump(capsule, home / "image", timeout=60)
+    if "repair" in why:
+        asked(subject, "a.setsockopt(6, 19, -1)")
     assert asked(subject, "child('c.send(b\"still here\")'); answer = a.recv(99)") == repr(b"still here")
 
 

@@ -40,6 +40,38 @@ REFUSED = {
         "End that process",
     ),
 }
+READY = "; print('ready', flush=True); time.sleep(1000)"
+REFUSED |= {
+    "its namespace": (
+        "import ctypes, time; assert not ctypes.CDLL(None).unshare(0x10000000 | 0x40000000)" + READY,
+        "a network namespace of its own, of {named}",
+        "in a process of its own",
+    ),
+    "its device": (
+        "import ctypes, time; ctypes.CDLL(None).syscall(425, 4, ctypes.create_string_buffer(120))" + READY,
+        "an io_uring instance (descriptor 3), of {named}",
+        "UV_USE_IO_URING=0",
+    ),
+    "its debugger": (
+        "import ctypes, os, time\nif not os.fork(): time.sleep(999)\nlibc = ctypes.CDLL(None)\n"
+        "(child,) = map(int, open(f'/proc/self/task/{os.getpid()}/children').read().split())\n"
+        "assert libc.ptrace(0x4206, child, 0, 0) == 0" + READY,
+        "a process that another one traces (by its debugger, process {pid}), of process ",
+        "End the debugger",
+    ),
+    "its session": (
+        "import os, time\nif not os.fork():\n    time.sleep(999)\nos.setsid()" + READY,
+        "a process in a session that is not its parent's, of process ",
+        "End that process",
+    ),
+    "its semaphores": (
+        "import ctypes, time; libc = ctypes.CDLL(None); s = libc.semget(0, 1, 0o1600)\n"
+        "libc.semop(s, ctypes.create_string_buffer(bytes([0, 0, 1, 0, 0, 0])), 1)\n"
+        "import signal; signal.signal(15, lambda *_: (libc.semctl(s, 0, 0), exit()))" + READY,
+        "System V semaphores that it has changed (semop), of {named}",
+        "ipcrm -s",
+    ),
+}
 if ROOT:
     REFUSED["its user"] = (
         "import os, time; os.setgid(54321); os.setuid(54321); print('ready', flush=True); time.sleep(1000)",
@@ -64,7 +96,9 @@ def test_a_child_is_refused_by_its_name(kind, capsule):
     source, what, hint = REFUSED[kind]
     subject = Subject(capsule)
     pid = int(subject.tell(CHILD.format(source=source)))
-    (refusal,) = capsule.inspect()["refusals"]
+    refusal, *others = capsule.inspect()["refusals"]
+    assert all(each["what"].endswith(named(pid, source)) for each in others)
+    subject.tell("child.terminate()")  # what outlives it, it removes
     assert refusal["what"].startswith(what.format(pid=pid, named=named(pid, source)))
     assert hint in refusal["hint"]
 

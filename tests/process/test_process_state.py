@@ -443,6 +443,13 @@ KINDS: dict[str, tuple[str, str]] = {
     "SO_TIMESTAMPNS_NEW": udp(1, 64, "1"),
     "SO_TIMESTAMP_NEW": udp(1, 63, "1"),
     "SO_TIMESTAMPING_NEW": udp(1, 65, "0x18"),
+    "IPV6_DSTOPTS": option(41, 59, "bytes([0, 0, 1, 4, 0, 0, 0, 0])", family="AF_INET6", kind="SOCK_DGRAM"),
+    "IPV6_2292RTHDR": option(41, 5, "1", family="AF_INET6", kind="SOCK_DGRAM"),
+    "TCP_FASTOPEN_KEY": option(6, 33, "bytes(range(16))"),
+    "TCP_QUICKACK": option(6, 12, "0"),
+    "NETLINK_EXT_ACK": option(270, 11, "1", family="AF_NETLINK", kind="SOCK_RAW"),
+    "NETLINK_GET_STRICT_CHK": option(270, 12, "1", family="AF_NETLINK", kind="SOCK_RAW"),
+    "SO_REUSEADDR of unix": local(2, "1", "SOCK_DGRAM"),
     "SO_PASSCRED": local(16, "1"),
     "SO_PASSPIDFD": local(76, "1"),
     "SO_PASSRIGHTS": local(83, "0"),
@@ -631,6 +638,22 @@ REFUSED: dict[str, tuple[str, str]] = {
         "s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('127.0.0.1', 0)); s.sendto(b'', s.getsockname())",
         "a datagram in a UDP socket that is not received yet",
     ),
+    "corked": (
+        "s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('127.0.0.1', 9)); s.setsockopt(17, 1, 1); s.send(b'x')",
+        "a UDP socket that collects a datagram (UDP_CORK) (descriptor ",
+    ),
+    "corked UDP-Lite of IPv6": (
+        "s = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM, 136); s.setsockopt(136, 1, 1)",
+        "a UDP socket that collects a datagram (UDP_CORK) (descriptor ",
+    ),
+    "half a datagram": (
+        "s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('127.0.0.1', 9)); s.send(b'x', socket.MSG_MORE)",
+        "a datagram in a UDP socket that is not sent yet (MSG_MORE) (descriptor ",
+    ),
+    "device that is not there": (
+        "s = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0); s.setsockopt(1, 62, 1 << 20)",
+        "a socket that is bound to a network device (number 1048576) that is not there any more (descriptor ",
+    ),
     "connection that waits at a path": (
         "s = socket.socket(socket.AF_UNIX); s.bind('waits'); s.listen(3)\n"
         "c = socket.socket(socket.AF_UNIX); c.connect('waits')",
@@ -674,6 +697,7 @@ if ROOT:
     REFUSED["raw socket"] = ("s = socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)", "a raw socket")
     REFUSED["thread of another user"] = ("tid = in_thread(lambda: call(117, 1000, 1000, 1000))", "another user")
     REFUSED["packet socket"] = ("s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)", "a packet socket")
+    REFUSED["repair"] = ("s = socket.socket(); s.setsockopt(6, 19, 1)", "a TCP socket under repair (TCP_REPAIR)")
     REFUSED["device"] = ("fd = os.open('/dev/fuse', os.O_RDWR)", "the device /dev/fuse (descriptor ")
     REFUSED["performance counter"] = (
         "room = ctypes.create_string_buffer(128); struct.pack_into('IIQ', room, 0, 1, 128, 0)\n"
@@ -719,6 +743,22 @@ def test_a_kind_of_state_is_refused_by_its_name(refusals, name):
     if name in impossible:
         pytest.skip(f"cannot be made here: {impossible[name][:60]}")
     assert [what for what in found if REFUSED[name][1] in what], found
+
+
+def test_a_datagram_that_leaves_in_a_moment_is_not_refused(monkeypatch):
+    left = iter([700, 700, 0])
+    monkeypatch.setattr(syscalls, "unsent_bytes", lambda fd: next(left))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_UDP) as sock:
+        assert sockets.refusal(sock, 0) == ""
+
+
+def test_a_protocol_above_tcp_is_refused_by_its_name():
+    class Encrypted(socket.socket):
+        def getsockopt(self, level, number, *room):
+            return b"tls\0\0" if (level, number) == (6, 31) else super().getsockopt(level, number, *room)
+
+    with Encrypted(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as sock:
+        assert sockets.refusal(sock, 0) == "a TCP socket with another protocol of Linux above it (TCP_ULP tls)"
 
 
 EMPTY = "an empty message in a unix socket that is not received yet"

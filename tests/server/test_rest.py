@@ -234,6 +234,20 @@ def test_while_a_cell_runs_preflight_says_so_and_the_verb_is_refused_at_once(liv
     assert live.run(kernel_id, "print(behind)") == "1"
 
 
+def test_preflight_says_that_a_cell_waits_for_input(live, kernel_id):
+    with live.client(kernel_id) as client:
+        cell = client.execute("said = input('? ')", allow_stdin=True)
+        client.get_stdin_msg(timeout=60)
+        findings = live.get(f"gpu-ckpt/kernels/{kernel_id}/preflight")["findings"]
+        assert (findings[0]["code"], findings[0]["text"]) == ("KERNEL_BUSY", "A cell waits for input.")
+        error = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/checkpoint").json()["error"]
+        assert error["message"] == "A cell waits for input."
+        assert "Answer its prompt" in error["hint"]
+        client.input("yes")
+        until(lambda: client.get_shell_msg(timeout=60)["parent_header"]["msg_id"] == cell)
+    assert live.run(kernel_id, "print(said)") == "yes"
+
+
 def test_a_verb_can_wait_for_the_cells_and_comes_before_the_next_one(live, kernel_id):
     with live.client(kernel_id) as client:
         client.wait_for_ready(timeout=60)
@@ -289,11 +303,27 @@ def test_a_refused_checkpoint_says_why_and_what_is_left(live, kernel_id):
     assert job["error"]["left"] == "the kernel runs on"
     failure = live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"]
     assert (failure["code"], failure["step"], failure["verb"]) == ("CHILD_PROCESSES", "preflight", "checkpoint")
-    assert failure["message"] == "The kernel has child processes that cannot be saved with it."
-    assert failure["hint"] == job["error"]["hint"]
+    assert {name: failure[name] for name in ("message", "hint", "details")} == {
+        name: job["error"][name] for name in ("message", "hint", "details")
+    }
     live.run(kernel_id, END_DAEMON)
     assert live.do(kernel_id, "checkpoint")["status"] == "done"
     assert live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"] is None
+
+
+def test_why_a_cell_could_not_wake_its_kernel_names_the_file(live, kernel_id, tmp_path):
+    path = tmp_path / "data"
+    path.write_text("before")
+    live.run(kernel_id, f"held = open({str(path)!r})")
+    live.do(kernel_id, "checkpoint")
+    path.write_text("another length")
+    with live.client(kernel_id) as client:
+        client.execute("1", allow_stdin=False)  # else its user is asked
+        until(lambda: live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"])
+    failure = live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"]
+    assert (failure["code"], failure["verb"], failure["details"]["culprit"]) == ("FILE_CHANGED", "restore", str(path))
+    assert str(path) in failure["message"]
+    assert "Put it back." in failure["hint"]
 
 
 def test_a_verb_that_makes_no_sense_fails_with_the_state(live, kernel_id):

@@ -45,6 +45,9 @@ class GateDouble:
     def notify(self, notice: str) -> None:
         self._do(f"notify {notice}")
 
+    def tell(self, text: str) -> None:
+        self._do(f"tell {text}")
+
     def cancel_prompt(self) -> None:
         self._do("cancel_prompt")
 

@@ -10,6 +10,7 @@ code reads foreign error texts.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ class GpuCkptError(Exception):
     message:
         What happened, in one sentence that a notebook user understands.
     hint:
-        What to do about it; the class's own hint by default.
+        What to do about it; the class's own hint by default.  ``{image}`` stands for the image's id (``details``).
     left:
         What was left behind: "the kernel is running", "the image is kept as ...".
     details:
@@ -46,9 +47,27 @@ class GpuCkptError(Exception):
         # It may contain names of files and commands, which must not control the terminal it is shown in.
         self.message = printable(message)
         super().__init__(self.message)
-        self.hint = self.default_hint if hint is None else printable(hint)
+        self._hint = self.default_hint if hint is None else printable(hint)
         self.left = left
         self.details = details
+
+    @property
+    def hint(self) -> str:
+        """Return what the reader can do, with commands that can be run as they are."""
+        return self.filled(self._hint, self.details.get("image"))
+
+    @hint.setter
+    def hint(self, hint: str) -> None:
+        self._hint = hint
+
+    @staticmethod
+    def filled(hint: str, image: str | None) -> str:
+        """Return ``hint`` with the id of the image, if it is known, in the place of ``{image}``."""
+        if "{image}" not in hint:
+            return hint
+        if image:
+            return hint.replace("{image}", printable(shlex.quote(image)))
+        return f"{hint.replace('{image}', 'IMAGE')} (`jupyter gpu-ckpt list` shows the ids of images.)"
 
     @classmethod
     def from_exception(cls, error: BaseException) -> GpuCkptError:
@@ -237,6 +256,15 @@ class NoMemory(InsufficientResources, code="NO_MEMORY"):
     default_hint = "Free host memory (end or checkpoint another kernel) and try again."
 
 
+class LimitReached(InsufficientResources, code="LIMIT_REACHED"):
+    """The kernel has reached a limit of its own: of open files, threads, processes or memory."""
+
+    default_hint = (
+        "Close files, end threads or child processes, or free memory in the kernel, or have its limits raised (ulimit, "
+        "resource.setrlimit, its control group), and try again."
+    )
+
+
 # -- states -----------------------------------------------------------------------------------------------------------
 
 
@@ -268,8 +296,7 @@ class ProtocolVersion(GpuCkptError, code="PROTOCOL_VERSION", exit_status=76):
     """Another release of this package started the kernel or wrote its session, in a version this one cannot use."""
 
     default_hint = (
-        "Use or end the kernel with the release that started it (`pip install jupyter_gpu_ckpt==...`); it stays "
-        "unchanged until then."
+        "Use or end the kernel with the release of jupyter_gpu_ckpt that started it; it stays unchanged until then."
     )
 
 
@@ -369,7 +396,10 @@ class CriuKilled(CriuError, code="CRIU_KILLED"):
 class ChangedFile(CriuError, code="FILE_CHANGED"):
     """A file that the kernel has open or mapped was changed while the kernel slept."""
 
-    default_hint = "Restore the file as it was at the checkpoint, then try again."
+    default_hint = (
+        "Restore the file as it was at the checkpoint, then try again. `jupyter gpu-ckpt match {image}` names every "
+        "such file, and with --accept-changed-files the kernel continues with them as they are now, where that can be."
+    )
 
 
 class MissingFile(CriuError, code="FILE_MISSING"):
@@ -451,13 +481,17 @@ class ImageBusy(ImageError, code="IMAGE_BUSY"):
 class ImageFormat(ImageError, code="IMAGE_FORMAT"):
     """The manifest is damaged, or of an unknown version."""
 
-    default_hint = "If a newer version of this package wrote it, use that; else `jupyter gpu-ckpt rm` deletes it."
+    default_hint = (
+        "If a newer version of this package wrote it, use that; else `jupyter gpu-ckpt rm {image}` deletes it."
+    )
 
 
 class ImageDamaged(ImageError, code="IMAGE_DAMAGED"):
     """The image's files are not those of its manifest: changed, cut short, missing, or not plain files."""
 
-    default_hint = "It cannot be restored. Copy it again if another copy exists; `jupyter gpu-ckpt rm` deletes it."
+    default_hint = (
+        "It cannot be restored. Copy it again if another copy exists; `jupyter gpu-ckpt rm {image}` deletes it."
+    )
 
 
 class ImageForged(ImageError, code="IMAGE_FORGED"):
@@ -465,14 +499,14 @@ class ImageForged(ImageError, code="IMAGE_FORGED"):
 
     default_hint = (
         "If it is from another machine of yours, copy that machine's keys (`jupyter gpu-ckpt keys` lists them). If you "
-        "know that it is unchanged, `jupyter gpu-ckpt seal IMAGE` seals it as it is."
+        "know that it is unchanged, `jupyter gpu-ckpt seal {image}` seals it as it is."
     )
 
 
 class ImageStale(ImageError, code="IMAGE_STALE"):
     """The image is outdated: its kernel has run on since, or has a newer image."""
 
-    default_hint = "`jupyter gpu-ckpt rm` deletes it."
+    default_hint = "`jupyter gpu-ckpt rm {image}` deletes it."
 
 
 class KeyUnusable(ImageError, code="KEY_UNUSABLE", exit_status=77):
@@ -484,7 +518,7 @@ class KeyUnusable(ImageError, code="KEY_UNUSABLE", exit_status=77):
 class NodeUnfit(ImageError, code="NODE_UNFIT", exit_status=69):
     """This node lacks something that the image needs; the kernel was not restored."""
 
-    default_hint = "`jupyter gpu-ckpt match IMAGE` lists what is missing here."
+    default_hint = "`jupyter gpu-ckpt match {image}` lists what is missing here."
 
 
 class ImageArchived(ImageError, code="IMAGE_ARCHIVED"):

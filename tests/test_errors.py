@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +47,7 @@ PROMISED = {
     "NO_SPACE": 75,
     "NO_MEMORY": 75,
     "QUOTA_EXCEEDED": 75,
+    "LIMIT_REACHED": 75,
     "WRONG_STATE": 65,
     "BAD_REQUEST": 64,
     "KERNEL_LOST": 70,
@@ -134,6 +138,61 @@ def test_an_error_says_what_happened_what_is_left_and_what_to_do():
         "left": "the kernel runs on",
         "details": {"needed": 7},
     }
+
+
+IMAGE = "20261120T153012-0c0ffee0-a97839"
+#: A word that a reader would have to replace: as a manual has it, a field that was not filled in, an omission.
+PLACEHOLDER = re.compile(r"\b(IMAGE|KERNEL|NAME|PATH|ID|UUID)\b|\{\w*\}|\.\.\.|<\w+>|%s")
+#: A command on an image without the image.
+HALF = re.compile(r"gpu-ckpt (?:match|verify|inspect|rm|seal|break-claim|pull)(?: --[\w-]+)*(?= *[`\"'.;,)]|$)")
+
+
+@pytest.mark.parametrize("error", OURS, ids=lambda error: error.code)
+def test_commands_in_hints_can_be_run_as_they_are(error):
+    hint = error("x", image=IMAGE).hint
+    assert not PLACEHOLDER.search(hint), hint
+    assert not HALF.search(hint), hint
+    if IMAGE in hint:
+        assert error("x").hint.endswith("(`jupyter gpu-ckpt list` shows the ids of images.)")
+        assert "{" not in error("x").hint
+
+
+def test_a_hint_with_an_image_of_a_hostile_name():
+    hint = errors.ImageDamaged("x", image="a; rm -rf ~\x1b[2J").hint
+    assert "`jupyter gpu-ckpt rm 'a; rm -rf ~\\x1b[2J'` deletes it" in hint
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Yield the strings of a module that people may read, with {} for each value; no docstrings, no help of traits."""
+    tree = ast.parse(path.read_text())
+    skipped: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            skipped.add(id(node.value))
+        if isinstance(node, ast.keyword) and node.arg == "help":
+            skipped |= {id(each) for each in ast.walk(node.value)}
+        if isinstance(node, ast.JoinedStr):
+            skipped |= {id(each) for each in ast.walk(node)} - {id(node)}
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+PACKAGE = Path(errors.__file__).parent
+MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "cli"]  # which has usages
+
+
+def test_no_text_has_a_command_that_its_reader_must_complete():
+    found = [
+        (str(path.relative_to(PACKAGE)), text)
+        for path in MODULES
+        for text in texts(path)
+        if HALF.search(text) or re.search(r"gpu-ckpt [\w-]+(?: --[\w-]+)* [A-Z]{2,}\b", text)
+    ]
+    assert found == []
 
 
 def test_a_hint_of_its_own_or_none_at_all():

@@ -205,6 +205,19 @@ def test_connections_and_watched_files_as_an_ordinary_user(place, criu):
 
 
 @root_only
+@pytest.mark.parametrize("chosen", ["not torture", pytest.param("torture", marks=pytest.mark.torture)])
+def test_databases_and_changed_files_as_an_ordinary_user(place, criu, chosen):
+    """The log and the index of a database are made by the capsule's init, in the user's namespace."""
+    nobody = Nobody(place, criu)
+    tests = ["tests/process/test_sqlite_wal.py", "tests/faults/test_shared_databases.py"]
+    tests += ["tests/faults/test_replaced_files.py"]
+    words = "sqlite_wal or random or visit or in_a_transaction or has_the_database or large"
+    said = nobody.run(pytest_of(*tests, "-k", words, "-m", chosen), timeout=HANGS)
+    assert " passed" in said
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
 def test_the_launch_gate_as_an_ordinary_user(place, criu):
     nobody = Nobody(place, criu)
     chosen = "waits or seen_soon or not_lock or next_owner"

@@ -4,7 +4,8 @@ Loaded by launch.py as ``_jupyter_gpu_ckpt_agent`` (with this folder as its pack
 kernel runs in: standard library and IPython/ipykernel only, Python >= 3.8, ipykernel >= 6.
 
 It handles three requests on the shell channel, so on the kernel's main thread and between cells.  Each reply has
-``status``: ``ok`` with ``report``, or ``error`` with ``ename``, ``evalue`` and ``traceback``.
+``status``: ``ok`` with ``report``, or ``error`` with ``ename``, ``evalue``, ``traceback``, and ``lacking``: what the
+kernel has too little of (threads, descriptors, memory), if that is why.
 
 ``gpu_ckpt_report_request``  {}
     Return the report of preflight; changes nothing.
@@ -33,7 +34,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from . import debugging, gpu_memory, mappings, probes
+from . import debugging, gpu_memory, limits, mappings, messages, probes
 from .history import History
 from .iopub import IOPub
 from .magics import GpuMagics
@@ -99,18 +100,26 @@ class Agent:
     def _handler(self, verb: str, act: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., Any]:
         # Awaited by ipykernel 6 and 7; `stream` is a ZMQStream there and a socket pair to the shell thread here.
         async def handler(stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+            def reply(content: dict[str, Any]) -> list[Any]:
+                return messages.frames(self._kernel.session, f"gpu_ckpt_{verb}_reply", content, parent, ident)
+
             try:
                 if threading.current_thread() is not threading.main_thread():
                     raise RuntimeError("send this request to the main shell, not to a subshell")
-                content = {"status": "ok", "report": act(parent["content"])}
+                frames = reply({"status": "ok", "report": act(parent["content"])})
             except BaseException as error:  # also KeyboardInterrupt: the caller waits for a reply
-                content = {
-                    "status": "error",
-                    "ename": type(error).__name__,
-                    "evalue": str(error),
-                    "traceback": traceback.format_exc().splitlines(),
-                }
-            self._kernel.session.send(stream, f"gpu_ckpt_{verb}_reply", content, parent, ident)
+                if verb == "quiesce":  # and could not be told what was done
+                    self._undo_quiesce([])
+                frames = reply(
+                    {
+                        "status": "error",
+                        "ename": type(error).__name__,
+                        "evalue": str(error),
+                        "traceback": traceback.format_exc().splitlines(),
+                        "lacking": limits.shortage(error),
+                    }
+                )
+            stream.send_multipart(frames)
 
         return handler
 
@@ -138,6 +147,8 @@ class Agent:
                 # This fails after an error of CUDA; the driver may be able to suspend the process all the same.
                 trimmed = probes.probe(errors, "trim", gpu_memory.trim, 0)
             if content.get("files", True):
+                # For what is closed to be opened again, too.
+                limits.require_spare(descriptors=0)
                 if not probes.probe(errors, "debugger", lambda: probes.debugger_in_use(self._kernel), True):
                     probes.probe(errors, "debugger", lambda: debugging.close(self._kernel), None)
                 rehomed, still_deleted = probes.probe(errors, "rehome", mappings.rehome, (0, None))
@@ -188,11 +199,15 @@ class Agent:
         self._iopub.flush()
 
     def _undo_quiesce(self, errors: list[str]) -> None:
-        """Undo the ``files`` part of `quiesce`, in reverse; a step that fails does not stop the others."""
+        """Undo the ``files`` part of `quiesce`, in reverse; a step that fails does not stop the others.
+
+        What cannot be opened, because a limit of the kernel is reached, is tried again before each cell.
+        """
         probes.probe(errors, "pipe", self._iopub.bind, None)
         if problem := probes.probe(errors, "history", self._history.reopen, ""):
             errors.append(problem)
-        if self._watches_cells:
+            self._notify(f"IPython's {problem}.")
+        if self._watches_cells and self._history.complete and self._iopub.complete:
             self._watches_cells = False
             probes.probe(errors, "events", lambda: self._shell.events.unregister("pre_execute", self._on_cell), None)
 

@@ -14,8 +14,12 @@ import contextlib
 import os
 from typing import Any
 
+from . import limits
+
 #: Seconds to wait for another process's lock on the database.
 _LOCK_TIMEOUT = 5.0
+#: Connections to the database that IPython opens: its manager's and its saving thread's.
+_CONNECTIONS = 2
 
 
 class History:
@@ -23,8 +27,14 @@ class History:
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
-        self._thread_class: Any = None
         self.closed = False
+        #: The class of a saving thread that `close` has ended and no `reopen` has replaced.
+        self._thread_class: Any = None
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the database is open and the saving thread runs, where there was one."""
+        return not self.closed and self._thread_class is None
 
     def close(self) -> bool:
         """Write out cached lines, stop the saving thread and close both connections; return whether there were any.
@@ -44,6 +54,8 @@ class History:
             with contextlib.suppress(Exception):
                 atexit.unregister(thread.stop)  # IPython < 8.13 registers once for each thread ever made
             manager.save_thread = None
+            if hasattr(manager, "using_thread"):  # IPython >= 9.10, where else each cell starts one if there is none
+                manager.using_thread = False
         cached = list(manager.db_input_cache), list(manager.db_output_cache)
         try:
             manager.writeout_cache()
@@ -58,22 +70,39 @@ class History:
         return True
 
     def reopen(self) -> str:
-        """Open the database again and continue the session; return the problem, or ``""``."""
-        if not self.closed:
+        """Open the database again and continue the session; return the problem, or ``""``.
+
+        *After failure* (`OSError`, `RuntimeError`: the kernel has reached a limit) lines stay cached; call it again.
+        """
+        if self.complete:
             return ""
-        self.closed = False
-        manager = self._shell.history_manager
-        if problem := _unreadable(manager):
-            # `init_db` would rename the user's file; history continues in memory, as IPython does without a file.
-            manager.hist_file = ":memory:"
-        manager.init_db()
-        if self._thread_class is not None and not problem:
+        problem, manager = "", self._shell.history_manager
+        if self.closed:
+            limits.require_spare(descriptors=_CONNECTIONS)
+            if problem := _unreadable(manager):
+                # `init_db` would rename the user's file; history continues in memory, as IPython does without a file.
+                manager.hist_file = ":memory:"
+                self._thread_class = None
+            manager.init_db()
+            self.closed = False
+        if self._thread_class is not None:
+            limits.require_spare(descriptors=1)
             if manager.save_flag is not None:
                 manager.save_flag.clear()  # IPython < 9 shares one flag between threads; `stop` left it set
-            manager.save_thread = self._thread_class(manager)
-            manager.save_thread.start()
-        self._thread_class = None
+            self._start_saving(manager)
         return problem
+
+    def _start_saving(self, manager: Any) -> None:
+        thread = self._thread_class(manager)
+        try:
+            thread.start()
+        except RuntimeError:
+            with contextlib.suppress(Exception):
+                atexit.unregister(thread.stop)  # it would wait for a thread that never ran
+            raise
+        manager.save_thread, self._thread_class = thread, None
+        if hasattr(manager, "using_thread"):
+            manager.using_thread = True
 
 
 def _unreadable(manager: Any) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import probes
+from . import limits, probes
 
 #: Seconds for a call on the IOPub thread, which only does short non-blocking work.
 _DEADLINE = 10.0
@@ -61,10 +61,19 @@ class IOPub:
             time.sleep(0.002)
         return True
 
+    @property
+    def complete(self) -> bool:
+        """Return whether the listener is open, where there was one."""
+        return self._unbound_port is None
+
     def bind(self) -> None:
-        """Listen again: on the same port if possible (children know it), else on a new one."""
+        """Listen again: on the same port if possible (children know it), else on a new one.
+
+        *After failure* (a limit of the kernel is reached) call it again.
+        """
         if (port := self._unbound_port) is None:
             return
+        limits.require_spare(descriptors=1)
 
         def rebind() -> int:
             import zmq
@@ -107,5 +116,5 @@ def _listener(pid: str, port: int) -> bool:
             rows = [row.split() for row in table.readlines()[1:]]
         listening = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
         return bool(listening) and any(target in listening for _, target in probes.links(pid))
-    except OSError:
-        return False  # the process has ended
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False  # the process has ended, or is another user's

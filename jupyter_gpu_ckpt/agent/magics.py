@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 from IPython.core.error import UsageError
 
 from . import gpu_memory, probes, tensors
-from .server_channel import RequestRefused, ServerChannel
+from .messages import show
+from .server_channel import RequestRefused, ServerChannel, limits_explained
 from .tensors import human
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -115,14 +116,16 @@ class GpuMagics:
             raise UsageError("Use --help, --status, --list and --protect alone.")
         if options.help:
             print(PARSERS["gpu_checkpoint"].format_help().strip())
-        elif options.status:
-            self._print_status()
-        elif options.list:
-            self._list()
-        elif options.protect:
-            self._protect(options.protect)
-        else:
-            self._schedule("suspend" if options.suspend else "checkpoint", options.keep, options.drop)
+            return
+        with limits_explained():
+            if options.status:
+                self._print_status()
+            elif options.list:
+                self._list()
+            elif options.protect:
+                self._protect(options.protect)
+            else:
+                self._schedule("suspend" if options.suspend else "checkpoint", options.keep, options.drop)
 
     def gpu_memory(self, line: str) -> None:
         """Called from IPython with the rest of the line."""
@@ -132,12 +135,16 @@ class GpuMagics:
         if options.help:
             print(PARSERS["gpu_memory"].format_help().strip())
             return
+        with limits_explained():
+            self._print_memory(options.limit or None)
+
+    def _print_memory(self, limit: int | None) -> None:
         found = tensors.tensors(self.shell.user_ns)
-        shown = found[: options.limit or None]
+        shown = found[:limit]
         if not found:
             print("No variable has device memory.")
         else:
-            print(columns(("variable", "type", "dtype", "shape", "device", "bytes"), [_row(each) for each in shown]))
+            show(columns(("variable", "type", "dtype", "shape", "device", "bytes"), [_row(each) for each in shown]))
             together = human(sum(tensor.bytes for tensor in found))
             more = f", {len(found) - len(shown)} not shown (--limit 0)" if len(shown) < len(found) else ""
             print(f"\n{together} in {len(found)} tensors{more}.")
@@ -149,7 +156,7 @@ class GpuMagics:
     # -- their parts -------------------------------------------------------------------------------------------------
 
     def _schedule(self, verb: str, keep: list[str] | None, drop: list[str] | None) -> None:
-        status = self.status()
+        status = self.status(writes=verb == "checkpoint")
         for finding in status["findings"]:
             if finding["blocks"]:
                 raise RequestRefused(finding["text"], finding["code"], finding["hint"], "the kernel runs on")
@@ -190,12 +197,15 @@ class GpuMagics:
     def _print_status(self) -> None:
         found = tensors.tensors(self.shell.user_ns)
         released = [name for name, value in self.shell.user_ns.items() if isinstance(value, tensors.Released)]
-        print(status_text(self.status(), [_row(each) for each in found[:5]], released, self._server.failure))
+        show(status_text(self.status(), [_row(each) for each in found[:5]], released, self._server.failure))
 
-    def status(self) -> dict[str, Any]:
-        """Return the server's status of this kernel with preflight's findings, in bytes.  Raises `RequestRefused`."""
+    def status(self, *, writes: bool = True) -> dict[str, Any]:
+        """Return the server's status of this kernel, in bytes, with preflight's findings about a checkpoint.
+
+        Without ``writes``, about a suspend, which writes no image.  Raises `RequestRefused`.
+        """
         report = probes.report(self._kernel, self._pipe_port(), [])
-        return self._server.request("status", report=report)
+        return self._server.request("status", report=report, writes=writes)
 
     def _list(self) -> None:
         rows = [
@@ -209,7 +219,7 @@ class GpuMagics:
             )
             for image in self._server.request("list")["images"]
         ]
-        print(columns(("image", "kernel", "made", "size", "of it GPU", ""), rows) if rows else "There are no images.")
+        show(columns(("image", "kernel", "made", "size", "of it GPU", ""), rows) if rows else "There are no images.")
 
     def _protect(self, text: str) -> None:
         until = self._server.request("protect", seconds=seconds_in(text))["protected_until"]

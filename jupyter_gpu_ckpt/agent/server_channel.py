@@ -13,15 +13,25 @@ that a cell can wait for them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from . import limits, messages
 
 #: Seconds to wait for a reply; the server measures this host's memory and disk meanwhile.
 DEADLINE = 30.0
+#: Characters of each part of an error: no user reads more, and a longer output is sent without a copy (`messages`).
+_LONGEST = 2500
+#: As `jupyter_gpu_ckpt.errors.LimitReached` has it.
+LIMIT_HINT = (
+    "Close files, end threads or child processes, or free memory in the kernel, or have its limits raised (ulimit, "
+    "resource.setrlimit, its control group), and try again."
+)
 
 
 class RequestRefused(Exception):
@@ -31,6 +41,7 @@ class RequestRefused(Exception):
     """
 
     def __init__(self, message: str, code: str = "GATE_FAILED", hint: str = "", left: str = "") -> None:
+        message, code, hint, left = (text[:_LONGEST] for text in (message, code, hint, left))
         super().__init__(message)
         self.code, self.message, self.hint, self.left = code, message, hint, left
 
@@ -49,6 +60,20 @@ class RequestRefused(Exception):
         return self.lines()
 
 
+@contextlib.contextmanager
+def limits_explained() -> Iterator[None]:
+    """Raise `RequestRefused` in place of an error that too few threads, descriptors or too little memory caused."""
+    try:
+        yield
+    except RequestRefused:
+        raise
+    except Exception as error:
+        if not (lacking := limits.shortage(error)):
+            raise
+        message = f"The kernel has reached a limit: it gets no more {lacking}."
+        raise RequestRefused(message, "LIMIT_REACHED", LIMIT_HINT, "the kernel runs on") from error
+
+
 class ServerChannel:
     """The channel of one kernel."""
 
@@ -59,7 +84,8 @@ class ServerChannel:
         self._plain = json.loads(reason) if reason else None
         #: The id by which clients and images name this kernel; known after the first reply.
         self.kernel_id = ""
-        self._waiting: dict[str, tuple[threading.Event, dict[str, Any]]] = {}
+        #: What to do with a reply, by the id of its request; called on the control thread.
+        self._waiting: dict[str, Callable[[dict[str, Any]], None]] = {}
         #: Why the last scheduled verb failed.
         self.failure: RequestRefused | None = None
         #: Called without arguments, on the control thread, when there is a new `failure`.
@@ -73,6 +99,12 @@ class ServerChannel:
         """Called from the agent when it is loaded."""
         for msg_type, handle in self._handlers.items():
             self._kernel.control_handlers[msg_type] = self._replying(msg_type, handle)
+        # The control thread publishes its status by a socket of its own, made when it first does.  Without a descriptor
+        # for that it would not handle the message: the first one may be the reply to a cell that waits for it.
+        control = getattr(getattr(self._kernel, "control_thread", None), "io_loop", None)
+        iopub = getattr(self._kernel, "iopub_thread", None)
+        if control is not None and iopub is not None:
+            control.add_callback(iopub.schedule, lambda: None)
 
     def unregister(self) -> None:
         """Called from the agent when it is unloaded."""
@@ -91,7 +123,12 @@ class ServerChannel:
         """
         identity, answered = uuid.uuid4().hex, threading.Event()
         reply: dict[str, Any] = {}
-        self._waiting[identity] = answered, reply
+
+        def keep(content: dict[str, Any]) -> None:
+            reply.update(content)
+            answered.set()
+
+        self._waiting[identity] = keep
         try:
             self._send({"verb": verb, "now": True, "id": identity, **content})
             if not answered.wait(DEADLINE):
@@ -99,33 +136,50 @@ class ServerChannel:
                 hint = "Check that the Jupyter server that started this kernel still runs."
                 raise RequestRefused(message, "KERNEL_SILENT", hint)
         finally:
-            del self._waiting[identity]
+            self._waiting.pop(identity, None)
         if "error" in reply:
             raise RequestRefused.from_reply(reply["error"])
         self.kernel_id = str(reply.get("kernel_id", ""))
         return dict(reply.get("answer") or {})
 
+    def notify(self, verb: str, on_refused: Callable[[RequestRefused], None], **content: Any) -> None:
+        """Send the server ``verb`` and return; ``on_refused`` is called on the control thread if it is refused.
+
+        Needs no thread that waits for the reply.  A later request of the same verb takes the place of an earlier one.
+        """
+
+        def judge(reply: dict[str, Any]) -> None:
+            if "error" in reply:
+                on_refused(RequestRefused.from_reply(reply["error"]))
+
+        self._waiting[verb] = judge
+        self._send({"verb": verb, "now": True, "id": verb, **content})
+
     def _send(self, content: dict[str, Any]) -> None:
         if self._plain is not None:
             raise RequestRefused.from_reply(self._plain)
         kernel = self._kernel
+        if os.getpid() != kernel.session.pid:
+            message = "This process was forked from the kernel, and has no connection to its server."
+            raise RequestRefused(message, "WRONG_STATE", "Use the magic in the kernel itself.")
         # The parent is the request under way: a scheduled verb runs after its idle.
-        kernel.session.send(
-            kernel.iopub_socket, "gpu_ckpt_request", content, kernel.get_parent(), ident=b"gpu_ckpt_request"
-        )
+        parent, topic = kernel.get_parent(), b"gpu_ckpt_request"
+        with limits_explained():
+            frames = messages.frames(kernel.session, "gpu_ckpt_request", content, parent, topic)
+            kernel.iopub_socket.send_multipart(frames)
 
     def _replying(self, msg_type: str, handle: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
         async def handler(stream: Any, ident: Any, parent: dict[str, Any]) -> None:
             handle(parent["content"])
-            self._kernel.session.send(stream, msg_type.replace("_request", "_reply"), {"status": "ok"}, parent, ident)
+            reply = msg_type.replace("_request", "_reply")
+            stream.send_multipart(messages.frames(self._kernel.session, reply, {"status": "ok"}, parent, ident))
 
         return handler
 
     def _answered(self, content: dict[str, Any]) -> None:
-        waiting = self._waiting.get(str(content.get("id")))
-        if waiting is not None:  # else the cell was interrupted, or its deadline has passed
-            waiting[1].update(content)
-            waiting[0].set()
+        handle = self._waiting.pop(str(content.get("id")), None)
+        if handle is not None:  # else the cell was interrupted, or its deadline has passed
+            handle(content)
 
     def _failed(self, content: dict[str, Any]) -> None:
         self.failure = RequestRefused.from_reply(content.get("error") or {})

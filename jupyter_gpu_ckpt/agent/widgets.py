@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import html
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -66,7 +65,7 @@ class CheckpointPanel(ipywidgets.VBox):  # type: ignore[misc]
         for callbacks, callback in self._callbacks:
             callbacks.append(callback)
         self.refresh()
-        self._watch()
+        self._watch(self._agent.server.request)
 
     def close(self) -> None:
         """Remove the panel, and its callbacks from the agent."""
@@ -116,8 +115,12 @@ class CheckpointPanel(ipywidgets.VBox):  # type: ignore[misc]
 
     def _schedule(self, verb: str) -> None:
         self.message.value = ""
-        self._agent.server.schedule(verb)
-        self._show("waiting until no cell runs")
+        try:
+            self._agent.server.schedule(verb)
+        except self._refused as error:
+            self._show_error(error)
+        else:
+            self._show("waiting until no cell runs")
 
     def _on_quiesce(self) -> None:
         """Called from the agent; from here on the server updates the browser's half."""
@@ -129,8 +132,8 @@ class CheckpointPanel(ipywidgets.VBox):  # type: ignore[misc]
         self.progress.value, self.progress.description = 0.0, ""
         self.state.send_state()
         self.progress.send_state()
-        # The server replies only after this callback has ended: on a thread of its own.
-        threading.Thread(target=self._watch, name="gpu-ckpt-panel", daemon=True).start()
+        # Without waiting, and so without a thread: the server replies only after this callback has ended.
+        self._watch(lambda verb, **content: self._agent.server.notify(verb, self._show_error, **content))
 
     def _on_failure(self) -> None:
         """Called from the agent, on the control thread."""
@@ -138,11 +141,11 @@ class CheckpointPanel(ipywidgets.VBox):  # type: ignore[misc]
         self._show("running")
         self.state.send_state()
 
-    def _watch(self) -> None:
+    def _watch(self, send: Callable[..., Any]) -> None:
         """Send the server the ids of the widgets to update; a restarted server does not know them."""
         models = {"state": self.state.model_id, "progress": self.progress.model_id}
         try:
-            self._agent.server.request("watch", models=models)
+            send("watch", models=models)
         except self._refused as error:
             self._show_error(error)
 

@@ -32,9 +32,11 @@ from .. import procfs
 from ..errors import (
     CapsuleError,
     CapsuleGone,
+    ChangedFile,
     DeletedMapping,
     GpuCkptError,
     KernelBusy,
+    LockTaken,
     LoopbackTcp,
     NoMemory,
     NoSpace,
@@ -487,6 +489,25 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         """
         reply, _ = self._request({"verb": "reapply", "notes": dict(notes)}, _INSPECTION)
         return reply["vital"], reply["failed"], reply["locks"]
+
+    def hold_databases(self, databases: Sequence[Mapping[str, Any]]) -> None:
+        """Lock databases of a kernel that is about to be restored here, until `attach_kernel` (`sqlite_wal.hold`).
+
+        Raises `LockTaken` for one that another process has locked, `ChangedFile` for one that has changed meanwhile or
+        is not in WAL mode any more, `NoSpace`, and `CapsuleError` for one that cannot be opened.
+        """
+        try:
+            reply, _ = self._request({"verb": "hold_databases", "databases": list(databases)}, _INSPECTION)
+        except CapsuleError as error:
+            if error.details.get("errno") not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise NoSpace("The disk is full: there is no space for the index of a database.") from error
+        if path := reply.get("held"):
+            message = f"The kernel cannot lock {path} again as it had: another process has locked it."
+            raise LockTaken(message, culprit=path, lacking=[path])
+        if path := reply.get("changed"):
+            hint = "Run a cell to try again: it is compared again, and what is not as it was is named."
+            raise ChangedFile(f"{path} was changed as the kernel was woken ({reply['why']}).", culprit=path, hint=hint)
 
     def clocks(self) -> Clocks:
         """Return the clocks as the kernel in the capsule reads them."""

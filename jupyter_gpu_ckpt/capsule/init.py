@@ -34,7 +34,7 @@ from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, SOCKET, VERSION
 from jupyter_gpu_ckpt.capsule.root_process import fork_below, root_of
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
 from jupyter_gpu_ckpt.capsule.subreaper import Subreaper
-from jupyter_gpu_ckpt.process import device_files, file_locks, inventory, reapply, shared_memory, syscalls
+from jupyter_gpu_ckpt.process import device_files, file_locks, inventory, reapply, shared_memory, sqlite_wal, syscalls
 from jupyter_gpu_ckpt.process.connections import UnsavableConnection
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.preparation import Preparation, complete_restore
@@ -121,6 +121,8 @@ class Init:
         self.may_outlive = False
         #: Descriptors that the owner gave us to keep; the locks on their files end with the capsule.
         self.kept_fds: list[int] = []
+        #: Descriptors with the locks on databases of a kernel that is being restored, which has none yet.
+        self.database_fds: list[int] = []
         #: Of the current request: the owner recognizes late answers to earlier ones by it.
         self.number = 0
         self.kernel = 0
@@ -539,6 +541,7 @@ class Init:
         if pid != self.kernel:
             self.kernel = pid
             self.watch_kernel()
+            self.close_databases()
             unguard(root_of(pid), self.frozen_threads if frozen else None, self.stay_stopped, kernel=pid)
         self.answer_kernel()
 
@@ -638,6 +641,25 @@ class Init:
         self.stay_stopped = {int(pid) for pid, of_process in notes.items() if of_process.get("stopped")}
         return {"vital": vital, "failed": failed, "locks": locks}
 
+    def hold_databases(self, databases: list[dict[str, Any]]) -> dict[str, Any]:
+        """Lock databases (`sqlite_wal.hold`) until the kernel has its locks; answer which could not be, and why."""
+        self.close_databases()
+        try:
+            self.database_fds = sqlite_wal.hold_all(databases)
+        except sqlite_wal.DatabaseLocked as error:
+            return {"held": error.filename}
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return {"changed": error.filename, "why": error.strerror}
+        return {}
+
+    def close_databases(self) -> None:
+        """Release the locks of `hold_databases`."""
+        for descriptor in self.database_fds:
+            os.close(descriptor)
+        self.database_fds = []
+
     def clocks(self) -> dict[str, Any]:
         return namespaces.Clocks.now()._asdict()
 
@@ -670,6 +692,7 @@ class Init:
         "host_memory": host_memory,
         "inspect": inspect,
         "reapply": reapply,
+        "hold_databases": hold_databases,
         "clocks": clocks,
         "keep_fd": keep_fd,
     }

@@ -33,6 +33,7 @@ from ..errors import (
     DeletedMapping,
     DumpInterrupted,
     KernelBusy,
+    LimitReached,
     LockTaken,
     MissingFile,
     NoSpace,
@@ -78,8 +79,13 @@ class Restored:
 #: Lines of CRIU's log that name a cause: pattern (group 1: the culprit), class of the error, sentence for the user.
 # In CRIU's source: files-reg.c, sk-inet.c, sk-unix.c, proc_parse.c, cr-restore.c, page-xfer.c, image.c,
 # compel's infect.c (release 4.2).
-_CAUSES: tuple[tuple[str, type[CriuError | NoSpace], str], ...] = (
+_CAUSES: tuple[tuple[str, type[CriuError | NoSpace | LimitReached], str], ...] = (
     (r"No space left on device()", NoSpace, "The disk filled up while the image was written."),
+    (
+        r"remote mmap\(\) failed: Cannot allocate memory()",
+        LimitReached,
+        "The kernel may not have the few MiB of memory that CRIU needs in it (RLIMIT_AS).",
+    ),
     (r"Disk quota exceeded()", NoSpace, "The disk quota was used up while the image was written."),
     (r"File (\S.*?) has bad (?:size|build-ID|mode)", ChangedFile, "{0} was changed while the kernel was away."),
     (r"Can't open file (\S.*?)(?: on restore)?: No such file", MissingFile, "{0} is not there any more."),
@@ -293,7 +299,7 @@ def _is_full(directory: Path) -> bool:
     return facts.f_bavail == 0 or (facts.f_files > 0 and facts.f_favail == 0)
 
 
-def explain(verb: str, ran: Ran, log: Path, output: Path) -> CriuError | NoSpace:
+def explain(verb: str, ran: Ran, log: Path, output: Path) -> CriuError | NoSpace | LimitReached:
     """Return the error for a failed run, from CRIU's log."""
     lines: list[str] = []
     for source in (log, output):

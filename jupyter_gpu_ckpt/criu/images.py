@@ -30,6 +30,7 @@ FDINFO_MAGIC = 0x56213732
 _REMAP_MAGIC = 0x59133954
 _TTY_INFO_MAGIC = 0x59453036
 FILE_LOCKS_MAGIC = 0x54323616
+_IDS_MAGIC = 0x54432030
 MM_MAGIC = 0x57492820
 _FILES = "files.img"
 _TTY_INFO = "tty-info.img"
@@ -46,9 +47,12 @@ _REG_ID, _REG_FLAGS, _REG_NAME, _REG_SIZE, _REG_MODE = 1, 2, 6, 8, 10
 # message tty_info_entry, and its type of pseudo-terminals
 _TTY_TYPE, _TTY_UID, _TTY_GID = 2, 14, 15
 _PTY = 1
-# messages fdinfo_entry, file_lock_entry and remap_file_path_entry
-_FDINFO_ID, _FDINFO_FD = 1, 4
-_LOCK_FD = 4
+# messages task_kobj_ids_entry, fdinfo_entry, file_lock_entry and remap_file_path_entry
+_IDS_FILES = 2
+_FDINFO_ID, FDINFO_FD = 1, 4
+LOCK_FLAGS, LOCK_TYPE, LOCK_PID, _LOCK_FD, LOCK_START, LOCK_LENGTH = 1, 2, 3, 4, 5, 6
+#: FL_POSIX of include/linux/filelock.h
+FL_POSIX = 1
 _REMAP_ID, _REMAP_TO, _REMAP_TYPE = 1, 2, 3
 _REMAP_LINKED, _REMAP_GHOST = 0, 1
 # messages mm_entry and vma_entry; for a file's mapping shmid is the file's id, status says what kind of mapping it is
@@ -71,7 +75,8 @@ class RegularFile:
     ``size`` in bytes, None where a restore does not compare it: of directories, and of files that are only appended
     to.  ``mode`` as in ``stat(2)``.  ``open``: it has a descriptor; else it is mapped, or is the root or working
     directory.  ``writes``: the kernel may write to it; ``code``: it is mapped as program code.  ``made``: the dump has
-    given it this name, as its own had been deleted; a restore removes it.  ``locked``: the kernel may have locked it.
+    given it this name, as its own had been deleted; a restore removes it.  ``locked``: the kernel has locked it;
+    ``posix_locks``: its POSIX locks, as `sqlite_wal.Lock`.
     """
 
     path: str
@@ -82,6 +87,7 @@ class RegularFile:
     code: bool = False
     made: bool = False
     locked: bool = False
+    posix_locks: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ def regular_files(directory: Path) -> list[RegularFile]:
         deleted.add(number_of(remap, _REMAP_ID))
         made.add(number_of(remap, _REMAP_TO) if _is_link(remap) else None)
     writes, code = _mapped(directory)
-    locked = _locked(directory)
+    locked, posix = _locks(directory)
     found = set()
     for fields in _regular(directory):
         id, path, mode = number_of(fields, _REG_ID), _name(fields), number_of(fields, _REG_MODE)
@@ -115,8 +121,8 @@ def regular_files(directory: Path) -> list[RegularFile]:
         linked = id in made and is_made_name(path)
         size = number_of(fields, _REG_SIZE)
         uses = {"writes": written, "code": id in code, "made": linked, "locked": id in locked}
-        found.add(RegularFile(path, size, mode, id in opened, **uses))
-    return sorted(found, key=lambda file: (file.path, file.open, file.writes, file.code, file.locked))
+        found.add(RegularFile(path, size, mode, id in opened, **uses, posix_locks=tuple(sorted(posix.get(id, ())))))
+    return sorted(found, key=lambda file: (file.path, file.open, file.writes, file.code, file.posix_locks))
 
 
 def made_names(directory: Path) -> list[str]:
@@ -189,17 +195,29 @@ def _descriptors(directory: Path) -> Iterator[list[Field]]:
         yield from map(fields_of, records(path, FDINFO_MAGIC))
 
 
-def _locked(directory: Path) -> set[int | None]:
-    """Return the ids of files with a lock; also of one whose descriptor has the number of another's with a lock."""
+def descriptors_of(directory: Path, pid: int | str) -> Iterator[list[Field]]:
+    """Yield the descriptors of a process: its record names the file that lists them, which processes may share."""
+    for record in records(directory / f"ids-{pid}.img", _IDS_MAGIC):
+        path = directory / f"fdinfo-{number_of(fields_of(record), _IDS_FILES)}.img"
+        yield from map(fields_of, records(path, FDINFO_MAGIC) if path.exists() else ())  # there is none for none
+
+
+def _locks(directory: Path) -> tuple[set[int | None], dict[int | None, set[tuple[int, int, int]]]]:
+    """Return the ids of files with a lock, and POSIX locks (type, start, length) by the ids of their files."""
     path = directory / "filelocks.img"
-    if not path.exists():
-        return set()
-    descriptors = {number_of(fields_of(lock), _LOCK_FD) for lock in records(path, FILE_LOCKS_MAGIC)}
-    return {
-        number_of(fields, _FDINFO_ID)
-        for fields in _descriptors(directory)
-        if number_of(fields, _FDINFO_FD) in descriptors
-    }
+    locked: set[int | None] = set()
+    posix: dict[int | None, set[tuple[int, int, int]]] = {}
+    ids: dict[int, dict[int | None, int | None]] = {}
+    for lock in map(fields_of, records(path, FILE_LOCKS_MAGIC) if path.exists() else ()):
+        if (pid := number_of(lock, LOCK_PID) or 0) not in ids:
+            descriptors = descriptors_of(directory, pid)
+            ids[pid] = {number_of(each, FDINFO_FD): number_of(each, _FDINFO_ID) for each in descriptors}
+        id = ids[pid].get(number_of(lock, _LOCK_FD))
+        locked.add(id)
+        if number_of(lock, LOCK_FLAGS) == FL_POSIX:
+            kind, start, length = (number_of(lock, each) or 0 for each in (LOCK_TYPE, LOCK_START, LOCK_LENGTH))
+            posix.setdefault(id, set()).add((kind, start, length))
+    return locked, posix
 
 
 def _remaps(directory: Path) -> list[list[Field]]:

@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from .images import (
-    FDINFO_MAGIC,
+    FDINFO_FD,
     FILE_LOCKS_MAGIC,
     FILES_MAGIC,
+    FL_POSIX,
+    LOCK_FLAGS,
+    LOCK_LENGTH,
+    LOCK_PID,
+    LOCK_START,
+    LOCK_TYPE,
     MM_MAGIC,
+    descriptors_of,
     encode,
     fields_of,
     number_of,
@@ -26,19 +33,13 @@ from .images import (
 )
 
 _CORE_MAGIC = 0x55053847
-_IDS_MAGIC = 0x54432030
 _PSTREE_MAGIC = 0x50273030
 # messages core_entry and thread_core_entry
 _CORE_THREAD, _THREAD_DEATH_SIGNAL = 5, 8
-# messages task_kobj_ids_entry and fdinfo_entry
-_IDS_FILES, _FDINFO_FD = 2, 4
 # message pstree_entry
 _PSTREE_PID, _PSTREE_PARENT, _PSTREE_SESSION = 1, 2, 4
 # messages file_entry and unix_sk_entry
 _ENTRY_UNIX, _UNIX_INODE, _UNIX_PEER = 16, 2, 8
-# message file_lock_entry, and FL_POSIX of include/linux/filelock.h
-_LOCK_FLAGS, _LOCK_TYPE, _LOCK_PID, _LOCK_START, _LOCK_LENGTH = 1, 2, 3, 5, 6
-_FL_POSIX = 1
 # messages mm_entry and vma_entry; all fields of the latter are varints, the first two the addresses
 _MM_MAPPINGS = 14
 _MAPPING = re.compile(rb"\x08([\x80-\xff]*[\x00-\x7f])\x10([\x80-\xff]*[\x00-\x7f])")
@@ -82,8 +83,8 @@ def remove_posix_locks(directory: Path, notes: Mapping[str, Mapping[str, Any]]) 
     kept = []
     for record in records(path, FILE_LOCKS_MAGIC):
         fields = fields_of(record)
-        lock = tuple(number_of(fields, number) for number in (_LOCK_PID, _LOCK_TYPE, _LOCK_START, _LOCK_LENGTH))
-        if number_of(fields, _LOCK_FLAGS) != _FL_POSIX or lock not in noted:
+        lock = tuple(number_of(fields, number) for number in (LOCK_PID, LOCK_TYPE, LOCK_START, LOCK_LENGTH))
+        if number_of(fields, LOCK_FLAGS) != FL_POSIX or lock not in noted:
             kept.append(record)
     rewrite(path, FILE_LOCKS_MAGIC, kept)
 
@@ -98,7 +99,7 @@ def missing(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list
         for tid in was["threads"]:
             if not (directory / f"core-{tid}.img").exists():
                 lacking.append(f"thread {tid} of process {pid}")
-        saved = set(_descriptors(directory, pid))
+        saved = {number_of(each, FDINFO_FD) for each in descriptors_of(directory, pid)}
         lacking += [f"descriptor {fd} of process {pid}" for fd in was["descriptors"] if fd not in saved]
         uncovered = _uncovered(_mappings(directory, pid), was["mappings"])
         lacking += [f"memory at {start:#x} of process {pid}" for start in uncovered]
@@ -142,14 +143,6 @@ def has_external_peer(directory: Path) -> bool:
     ]
     present = {number_of(fields, _UNIX_INODE) for fields in sockets}
     return any((peer := number_of(fields, _UNIX_PEER)) and peer not in present for fields in sockets)
-
-
-def _descriptors(directory: Path, pid: str) -> Iterator[int | None]:
-    """Yield the descriptors of a process: its record names the file that lists them, which processes may share."""
-    for record in records(directory / f"ids-{pid}.img", _IDS_MAGIC):
-        path = directory / f"fdinfo-{number_of(fields_of(record), _IDS_FILES)}.img"
-        for entry in records(path, FDINFO_MAGIC) if path.exists() else ():  # there is none for no descriptor
-            yield number_of(fields_of(entry), _FDINFO_FD)
 
 
 def _mappings(directory: Path, pid: str) -> list[tuple[int, int]]:

@@ -102,6 +102,8 @@ class Gate:
         Whether the gate has the same name at the kernel for each connection.  Kernels that do not set ROUTER_HANDOVER
         need another one for each: they ignore a connection whose name an earlier one had, as long as they have not
         noticed the end of that.
+    may_nudge:
+        Whether the kernel can accept one connection more.  Called on the gate's thread; must not block.
 
     Errors: verbs raise `StateError` if they make no sense in the present state, `GateError` if ZMQ failed or the gate's
     thread does not run.  Times are in seconds.
@@ -118,6 +120,7 @@ class Gate:
         log: logging.Logger | logging.LoggerAdapter[Any] | None = None,
         identity: Mapping[str, Any] | None = None,
         stable_name: bool = True,
+        may_nudge: Callable[[], bool] = lambda: True,
     ) -> None:
         self._log = log or logging.getLogger(__name__)
         self._loop = Loop(self._log)
@@ -130,6 +133,7 @@ class Gate:
             kernel_id=kernel_id,
             log=self._log,
             stable_name=stable_name,
+            may_nudge=may_nudge,
         )
         if identity is not None:
             self._router.replies.learn(identity)

@@ -99,6 +99,7 @@ class Router:
         kernel_id: str,
         log: logging.Logger | logging.LoggerAdapter[Any],
         stable_name: bool = True,
+        may_nudge: Callable[[], bool] = lambda: True,
     ) -> None:
         self.state = GateState.CLOSED
         self.last_activity = time.monotonic()
@@ -113,6 +114,7 @@ class Router:
         #: The gate's routing id at the kernel.
         self.name = self._first_name = f"gate-{kernel_id}"[:200]  # ZMQ's limit is 255 bytes
         self._stable_name, self._disconnected = stable_name, False
+        self._may_nudge = may_nudge
         #: Notices of `notify` that no cell has shown.
         self.notices: list[str] = []
         self._on_wake, self._on_agent_request, self._log = on_wake, on_agent_request, log
@@ -204,7 +206,7 @@ class Router:
         self._end_nudge()
         own = any(request.channel == "shell" for request in self._internal)
         if self._back and (self.pending.waits_unread() or (own and not self.pending)):
-            self._nudging = wire.nudge(self._back_info)
+            self._nudging = wire.nudge(self._back_info) if self._may_nudge() else None
             self._nudge_at, self._unread = now + self._unread, min(2 * self._unread, _LONGEST_UNREAD)
         else:
             self._unread = _UNREAD

@@ -191,7 +191,8 @@ def read(directory: Path) -> bytes | None:
         return None
     with open(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ImageFormat("The published needs of the sleeping kernels are not in a plain file.")
+            message = "The published needs of the sleeping kernels are not in a plain file."
+            raise ImageFormat(message, hint=f"Remove {FILE} from the directory: the user's server writes it again.")
         return file.read(MOST_BYTES + 1)
 
 

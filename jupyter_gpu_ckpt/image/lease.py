@@ -176,7 +176,7 @@ def require_unclaimed(path: Path) -> None:
         return
     if not _has_ended(claim) and not _is_unlocked(path / CLAIM, claim):
         host = claim.get("hostname", "?")
-        hint = "Use it there. If that host is gone for good, `jupyter gpu-ckpt break-claim IMAGE` says so."
+        hint = "Use it there. If that host is gone for good, `jupyter gpu-ckpt break-claim {image}` says so."
         message = f"The kernel of image {path.name} runs on {host}."
         raise ImageBusy(message, hint=hint, image=path.name, hostname=host)
     (path / CLAIM).unlink(missing_ok=True)

@@ -89,12 +89,20 @@ class Manifest:
         return {**vars(self), "files": {name: vars(entry) for name, entry in self.files.items()}}
 
     @classmethod
-    def from_json(cls, text: _Text) -> Manifest:
-        """Parse a manifest.  Raises `ImageFormat` with the version if it is another, or with the defect.
+    def from_json(cls, text: _Text, id: str) -> Manifest:
+        """Parse the manifest of image ``id``.  Raises `ImageFormat` with the version if it is another, or the defect.
 
         A sealed text is checked as any other: names cannot lead out of the image's directory, and every field has its
         type.
         """
+        try:
+            return cls._parsed(text)
+        except ImageFormat as error:
+            error.details["image"] = id
+            raise
+
+    @classmethod
+    def _parsed(cls, text: _Text) -> Manifest:
         if len(text) > MOST_BYTES:
             raise ImageFormat("The image's manifest is too large to be one.", bytes=len(text))
         try:
@@ -104,7 +112,7 @@ class Manifest:
             raise ImageFormat("The image's manifest is damaged.", reason=type(error).__name__) from error
         if type(version) is not int or version != VERSION:
             message = f"The image is of format {str(version)[:40]}; this release reads format {VERSION}."
-            hint = "Wake it with the release that made it, or delete it: `jupyter gpu-ckpt rm --force IMAGE`."
+            hint = "Wake it with the release that made it, or delete it: `jupyter gpu-ckpt rm --force {image}`."
             raise ImageFormat(message, hint=hint, version=version)
         return cls(**_facts(data))
 

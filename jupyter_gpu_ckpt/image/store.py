@@ -134,7 +134,7 @@ class Store:
         """Return the image named ``id``.  Raises `ImageNotFound`, `ImageFormat`."""
         path = self._own(id)
         try:
-            manifest = Manifest.from_json(verify.read_manifest(path))
+            manifest = Manifest.from_json(verify.read_manifest(path), id)
         except OSError as error:
             self._own(id)  # another may have removed it since
             raise ImageFormat(f"The image's manifest cannot be read: {error.strerror}.", image=id) from error

@@ -102,7 +102,7 @@ def require_sealed(path: Path, keys: Keyring) -> Manifest:
     except OSError as error:
         raise ImageFormat(f"The image's manifest cannot be read: {error.strerror}.", image=id) from error
     _verify_seal(path, text, keys)
-    manifest = Manifest.from_json(text)
+    manifest = Manifest.from_json(text, id)
     if manifest.id != id:
         raise ImageForged(f"The manifest in {id!r} is that of {manifest.id!r}.", image=id)
     return manifest

@@ -63,7 +63,9 @@ class AgentRequests:
 
     def _answer(self, content: dict[str, Any], lifecycle: Lifecycle, gate: Gate) -> None:
         verbs: dict[str, Callable[[], dict[str, Any]]] = {
-            "status": lambda: self.status(lifecycle, content.get("report") or {}),
+            "status": lambda: self.status(
+                lifecycle, content.get("report") or {}, writes=bool(content.get("writes", True))
+            ),
             "list": lambda: images(lifecycle),
             "protect": lambda: self.protect(content.get("seconds")),
             "watch": lambda: self._watch(content.get("models"), gate),
@@ -88,8 +90,11 @@ class AgentRequests:
 
     # -- the answers
 
-    def status(self, lifecycle: Lifecycle, report: dict[str, Any]) -> dict[str, Any]:
-        """Return state, sizes in bytes, times in seconds, and preflight's findings; ``report`` is the agent's."""
+    def status(self, lifecycle: Lifecycle, report: dict[str, Any], *, writes: bool = True) -> dict[str, Any]:
+        """Return state, sizes in bytes, times in seconds, and preflight's findings; ``report`` is the agent's.
+
+        ``writes``: whether they are about a checkpoint, or a suspend, which writes no image.
+        """
         if lifecycle.capsule is None:
             raise StateError(f"The kernel is {lifecycle.state.value}.")
         device: dict[str, int] = {}
@@ -98,10 +103,11 @@ class AgentRequests:
         try:
             if device := host_memory.device_bytes(lifecycle.kernel):
                 gpus = lifecycle.engine.gpus.list()
-            findings = suspend.findings(lifecycle.kernel)
+            findings = suspend.findings(lifecycle.kernel, writes=writes)
         except GpuCkptError as error:  # an answer without the GPUs is better than none
             findings.append(preflight.PreflightFinding(error.code, error.message, error))
-        findings += preflight.judge_report(report, gpus=len(device), tree=lifecycle.capsule.processes())
+        tree = lifecycle.capsule.processes()
+        findings += preflight.judge_report(report, gpus=len(device), writes=writes, tree=tree)
         resident = host_memory.resident(lifecycle.kernel)
         estimate = RATES.estimate(resident, sum(device.values()))
         return {

@@ -30,6 +30,7 @@ from ..lifecycle.context import Engine, Home
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
 from ..lifecycle.settings import LifecycleSettings
+from ..process import descriptors
 from ..trace import Sink, StepEvent, Trace
 from .agent_injection import NOTICE, rewrite
 from .agent_requests import AgentRequests
@@ -294,6 +295,7 @@ class KernelHost:
                 log=self._log,
                 identity=session.identity,
                 stable_name=session.has_agent,  # ipykernel's sockets hand over
+                may_nudge=self._may_nudge,
             )
             self.gate.start()
             self._front = session.front
@@ -360,7 +362,9 @@ class KernelHost:
         """Connect the gate to a kernel that was attached while it ran."""
         answered = self._open_gate(gate, timeout, again=not lifecycle.home.has_agent)
         if not answered and lifecycle is self.lifecycle and lifecycle.poll() is None:
-            self._log.error("Kernel %s does not answer through the gate.", self.kernel_id)
+            self._log.error("Kernel %s does not answer through the gate; the next message tries again.", self.kernel_id)
+            with contextlib.suppress(GpuCkptError):
+                gate.sleep()
 
     def _plain_command(self, launch: Launch) -> tuple[dict[str, Any], list[str]]:
         """Return the connection info of a kernel without a capsule, on TCP as is usual, and its command."""
@@ -377,13 +381,17 @@ class KernelHost:
 
         ``again``: when the kernel has answered everything that came under the gate's old name, get another name.
         """
+        lifecycle = self.lifecycle
+        pid = lifecycle.capsule.host_pid if lifecycle is not None and lifecycle.capsule is not None else None
         try:
-            gate.open(timeout)
-            if again:
-                gate.close()
+            # Of a kernel on TCP nothing is needed: libzmq waits there until it can accept a connection.
+            with descriptors.room(pid, timeout) if pid is not None else contextlib.nullcontext():
                 gate.open(timeout)
-            if self.lifecycle is not None:
-                self._write_session(self.lifecycle)  # before it has any work in it
+                if again:
+                    gate.close()
+                    gate.open(timeout)
+            if lifecycle is not None:
+                self._write_session(lifecycle)  # before it has any work in it
             # Its own idle was for the gate, and a server that restarted it by itself sends no request: there it would
             # be starting, or be busy with the cell in which it died, until a cell is run.
             gate.publish("status", {"execution_state": "idle"})
@@ -453,6 +461,10 @@ class KernelHost:
             self.gate = None
 
     # -- callbacks of the gate, on its thread
+
+    def _may_nudge(self) -> bool:
+        capsule = self.lifecycle.capsule if self.lifecycle is not None else None
+        return capsule is None or descriptors.may_connect(capsule.host_pid)
 
     def _on_wake(self, msg_type: str) -> None:
         self._log.info("Waking kernel %s for a client's %s", self.kernel_id, msg_type)

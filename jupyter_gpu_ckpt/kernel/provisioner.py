@@ -478,7 +478,9 @@ class GpuCkptProvisioner(LocalProvisioner):
         lifecycle = self.lifecycle or self._host.last
         if lifecycle is not None:
             if (kept := lifecycle.kernel.kept_image) is not None:
-                message = "Kernel %s died as it had just come back; its image is kept as %s, for `jupyter gpu-ckpt rm`"
+                message = (
+                    "Kernel %s died as it had just come back; its image is kept: `jupyter gpu-ckpt rm %s` deletes it"
+                )
                 self.log.warning(message, self.kernel_id, kept.id)
             await asyncio.to_thread(self.keep_or_discard_image, lifecycle, restart)
         self.keep_image = False
@@ -501,7 +503,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         if lifecycle.image is None and lifecycle.kernel.kept_image is None:
             self.log.info("Kernel %s was ended; its image %s is deleted", self.kernel_id, image.id)
         else:
-            message = "Kernel %s was ended; its image %s could not be deleted, `jupyter gpu-ckpt rm` does it"
+            message = "Kernel %s was ended; its image could not be deleted, `jupyter gpu-ckpt rm %s` does it"
             self.log.warning(message, self.kernel_id, image.id)
 
     async def detach(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 
@@ -9,7 +10,7 @@ from ..cuda.gpus import Gpus, gpu_mapping
 from ..errors import BadRequest, CudaError
 from ..image.manifest import Manifest
 from ..image.store import Store
-from ..node.fingerprint import inspect_node
+from ..node.fingerprint import inspect_node, unhashed
 from ..node.match import Mismatch, match
 from .preflight import available_memory
 
@@ -52,4 +53,15 @@ def mismatches(
             raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
         except CudaError:
             pass  # fewer GPUs than there were, which is one of the mismatches
-    return match(wanted, here, accept_changed_files=accept_changed_files, gpu_map=gpu_map if manifest.cuda else None)
+    gpu_map = gpu_map if manifest.cuda else None
+    return match(wanted, here, image=manifest.id, accept_changed_files=accept_changed_files, gpu_map=gpu_map)
+
+
+def hash_meanwhile(manifest: Manifest, store: Store) -> None:
+    """Hash files of a sleeping kernel that its image has no hash of, in the background, while they are unchanged.
+
+    The server that made the image may have ended before it could.
+    """
+    with contextlib.suppress(KeyError, TypeError, AttributeError):  # the image is not verified yet
+        store.hashes.queue(unhashed(manifest.fingerprint.get("files", {})))
+    store.hashes.begin()

@@ -87,9 +87,20 @@ def serve(kernel: KernelState, goal: State) -> None:
         try:
             kernel.gate.release()
         except StateError:  # not connected
-            with contextlib.suppress(GpuCkptError), suspend.answering(kernel):
-                kernel.gate.open(kernel.settings.connect)
-                kernel.gate.release()
+            try:
+                reconnect(kernel)
+            except GpuCkptError:
+                with contextlib.suppress(GpuCkptError):
+                    kernel.gate.sleep()  # the next message tries again (`Lifecycle.wake`)
+
+
+def reconnect(kernel: KernelState) -> None:
+    """Have the gate serve a running kernel that it could not be connected to.  Does nothing if it is."""
+    try:
+        suspend.open_gate(kernel, kernel.settings.connect)
+    except StateError:  # it is open
+        return
+    kernel.gate.release()
 
 
 def notice_death(kernel: KernelState, quiet: bool = False) -> None:

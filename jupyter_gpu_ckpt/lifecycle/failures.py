@@ -53,6 +53,8 @@ def final_error(kernel: KernelState, error: Exception) -> GpuCkptError:
         status = kernel.exit_status
         error = KernelLost(f"The kernel's process ended (status {status}).", status=status, **cause)
     error.left = what_is_left(kernel)
+    if image := kernel.image or kernel.kept_image:
+        error.details = {"image": image.id, **error.details}
     if isinstance(error, KernelLost) and (kernel.image or kernel.kept_image):
         error.hint = f"{error.hint} The image is an earlier state of it (`jupyter gpu-ckpt list`)."
     if isinstance(error, ImageNotFound):

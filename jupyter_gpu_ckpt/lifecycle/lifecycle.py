@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..capsule.capsule import ANSWER, Capsule
-from ..errors import CapsuleError, CapsuleGone, StateError
+from ..errors import CapsuleError, CapsuleGone, GpuCkptError, StateError
 from ..image.store import Image
 from ..trace import Trace
-from . import dump, endings, failures, host_memory, plans, resume
+from . import compatibility, dump, endings, failures, host_memory, plans, resume
 from .context import Attempt, Engine, GateProtocol, Home, KernelState, Reason, Saved
 from .plans import Move, State
 from .settings import LifecycleSettings
@@ -96,6 +96,8 @@ class Lifecycle:
             advance(self.kernel, plans.Attached(state))
             if state is not State.RUNNING:
                 self.gate.sleep()
+            if image is not None:
+                compatibility.hash_meanwhile(image.manifest, kernel.engine.store)
 
     # -- verbs
 
@@ -127,8 +129,21 @@ class Lifecycle:
             self._perform(Move.RESTORE, State.RUNNING, gpu_map=gpu_map, accept_changed_files=accept_changed_files)
 
     def wake(self) -> None:
-        """Resume or restore, whatever the kernel needs to run."""
-        self._perform(Move.WAKE, State.RUNNING)
+        """Resume or restore, whatever the kernel needs to run; connect to one that runs and could not be connected to.
+
+        After failure the clients that wait have the error, and the next message tries again.
+        """
+        with self.kernel.lock:
+            if self.state is not State.RUNNING:
+                return self._perform(Move.WAKE, State.RUNNING)
+            endings.notice_death(self.kernel)
+            try:
+                endings.reconnect(self.kernel)
+            except GpuCkptError as error:
+                error.left = failures.what_is_left(self.kernel)
+                with contextlib.suppress(StateError):
+                    self.gate.fail(error)
+                raise
 
     # -- a kernel goes
 

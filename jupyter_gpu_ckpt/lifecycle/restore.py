@@ -19,6 +19,7 @@ from ..image import device_memory, layout, links
 from ..image.chunk_cache import ChunkCache
 from ..image.encryption import Readable
 from ..image.store import Image
+from ..node import databases
 from ..node.facts import LINGERS
 from ..node.match import Mismatch, accepted_files, require
 from ..terminal_text import printable
@@ -45,6 +46,10 @@ def match(attempt: Attempt) -> None:
         attempt.verification = store.begin_check(image)
         attempt.resources.callback(attempt.verification.cancel, wait_for_end=True)
         attempt.changed_files = _require_match(attempt, image)
+        for database, paths in databases.to_hold(image.manifest.fingerprint.get("files", {})):
+            attempt.databases.append(database)
+            if "unchanged" not in database:  # log and index may get another size
+                attempt.changed_files.extend(paths)
     except BaseException:
         attempt.resources.close()
         raise
@@ -96,7 +101,7 @@ def _require_match(attempt: Attempt, image: Image) -> list[str]:
         accepted = _mismatches(attempt, image, True)
         if not any(mismatch.hard for mismatch in accepted) and _user_accepts(kernel, accepted_files(accepted)):
             found = accepted
-    require(found)
+    require(found, image.id)
     return accepted_files(found)
 
 
@@ -155,6 +160,8 @@ def criu_restore(attempt: Attempt) -> None:
             links.ghosts_removed(files.criu_directory, layout.mark(kernel.image.path, layout.RESTORING)),
             _closed_after_failure(capsule),
         ):
+            if attempt.databases:
+                capsule.hold_databases(attempt.databases)
             restored = kernel.engine.criu.restore(
                 capsule,
                 directory,

@@ -13,7 +13,7 @@ from ..errors import BadRequest, KeyUnusable, UnsupportedCuda
 from . import cuda_processes, host_memory, preflight
 from .context import Attempt, KernelState, Saved
 from .plans import State
-from .suspend import answering, request_agent
+from .suspend import open_gate, request_agent
 
 #: The driver's states in which a process has its device memory on the GPU.
 _ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
@@ -79,8 +79,7 @@ def connect(attempt: Attempt) -> None:
     kernel = attempt.kernel
     # Nothing comes after an undo that could try again, so a kernel that lives gets all the time there is.
     patience = kernel.settings.base if attempt.unwinding else 0.0
-    with answering(kernel):
-        kernel.gate.open(kernel.settings.connect + patience)
+    open_gate(kernel, kernel.settings.connect + patience)
     if not kernel.home.has_agent:
         _write_session(kernel)  # with the gate's new name
 

@@ -16,6 +16,7 @@ from ..cuda import refusals
 from ..cuda.cuda import UNKNOWN, CudaState
 from ..errors import GpuCkptError
 from ..image import chunk_cache
+from ..process import descriptors
 from . import cuda_processes, host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Saved
 from .plans import State
@@ -315,11 +316,22 @@ def answering(kernel: KernelState) -> Iterator[None]:
             raise
 
 
+def open_gate(kernel: KernelState, timeout: float) -> None:
+    """Connect the gate to a kernel that runs, if it can accept that, and wait until it has answered.
+
+    Raises `LimitReached`: it was not connected to, because that would have ended it.
+    """
+    with answering(kernel), descriptors.room(kernel.require_capsule().host_pid, timeout):
+        kernel.gate.open(timeout)
+
+
 def request_agent(kernel: KernelState, verb: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Send a request to the agent and return its reply.  Raises `AgentError`."""
+    """Send a request to the agent and return its reply.  Raises `AgentError`, `LimitReached`."""
     with answering(kernel):
         reply = kernel.gate.request(f"gpu_ckpt_{verb}_request", content, kernel.settings.agent)
     if reply.get("status") != "ok":
+        if lacking := reply.get("lacking"):
+            raise errors.LimitReached(f"The kernel has reached a limit: it gets no more {lacking}.")
         message = f"The agent could not {verb} the kernel: {reply.get('ename')}: {reply.get('evalue')}"
         raise errors.AgentError(message, traceback=reply.get("traceback", []))
     return reply

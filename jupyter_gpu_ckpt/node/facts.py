@@ -12,9 +12,10 @@ import struct
 from collections.abc import Iterable, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import procfs
+from ..process import sqlite_wal
 from ..process.file_facts import birth_ns
 
 #: CPU features that programs choose their code by.  The others in /proc/cpuinfo are Linux's own business.
@@ -181,12 +182,20 @@ def build_id(path: str) -> str:
     return ""
 
 
-def database_born(path: str) -> int:
-    """Return when a database of SQLite (its "Database File Format", 1.3) was made, in ns; 0 of another file."""
+class Database(NamedTuple):
+    """A database of SQLite: when its file was made, in ns, 0 if unknown; size of a page in WAL mode, 0 in another."""
+
+    born: int
+    wal_page_size: int
+
+
+def database(path: str) -> Database | None:
+    """Return facts of a database of SQLite (its "Database File Format", 1.3); None of another file."""
     with contextlib.suppress(OSError), open_regular(path) as file:
-        if file.read(16) == b"SQLite format 3\0":
-            return birth_ns(path)
-    return 0
+        header = file.read(sqlite_wal.HEADER_BYTES)
+        if header.startswith(sqlite_wal.MAGIC):
+            return Database(birth_ns(path), sqlite_wal.page_size(header))
+    return None
 
 
 def _build_id_note(notes: bytes) -> str:

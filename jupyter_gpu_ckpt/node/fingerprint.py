@@ -17,9 +17,10 @@ from __future__ import annotations
 import functools
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from . import databases
 from . import facts as node
 from .facts import Facts
 from .hashes import Hashes
@@ -40,11 +41,11 @@ def fingerprint(
     """Take the fingerprint of this node at a checkpoint, when the dump has been written.
 
     ``files`` and ``ports`` are those of the dump: ``path``, ``size``, ``mode``, ``open``, ``writes``, ``code``,
-    ``made`` and ``locked`` of each file; ``family``, ``type``, ``address`` and ``number`` of each port.  ``criu``: the
-    version that made it.  ``sockets``: files of unix sockets, ``path``, ``inode`` and ``mtime`` (ns).  ``hashes``:
-    None: no hash is noted.  ``gpus``: all of the node in the driver's order, ``uuid``, ``name``, ``total``, ``driver``
-    and ``cuda``.  ``cuda``, ``device_bytes``: whether the kernel used CUDA, and its device memory by UUID.  ``memory``:
-    host memory that the restored kernel takes.
+    ``made``, ``locked`` and ``posix_locks`` of each file; ``family``, ``type``, ``address`` and ``number`` of each
+    port.  ``criu``: the version that made it.  ``sockets``: files of unix sockets, ``path``, ``inode`` and ``mtime``
+    (ns).  ``hashes``: None: no hash is noted.  ``gpus``: all of the node in the driver's order, ``uuid``, ``name``,
+    ``total``, ``driver`` and ``cuda``.  ``cuda``, ``device_bytes``: whether the kernel used CUDA, and its device memory
+    by UUID.  ``memory``: host memory that the restored kernel takes.
     """
     points = node.mounts()
     mount_of_directory = functools.cache(lambda directory: node.mount_of(directory or "/", points))
@@ -54,8 +55,7 @@ def fingerprint(
 
     noted = _noted_files(files, lambda path: points.get(mount_of(path), ""))
     if hashes is not None:
-        contents = ((path, file, file["writes"]) for path, file in noted.items() if file["checked"] and "inode" in file)
-        for path, hash in hashes.of_kernel(contents).items():
+        for path, hash in hashes.of_kernel(unhashed(noted)).items():
             noted[path]["blake3"] = hash
     used = {mount_of(path) for path in noted} - {"/"}
     return {
@@ -72,6 +72,13 @@ def fingerprint(
         "memory": memory,
         "disk": memory,
     }
+
+
+def unhashed(files: Mapping[str, Facts]) -> Iterator[tuple[str, Facts, bool]]:
+    """Yield the files of a fingerprint whose content counts and has no hash: path, facts, whether the kernel writes."""
+    for path, file in files.items():
+        if file["checked"] and "inode" in file and not file.get("blake3"):
+            yield path, file, bool(file.get("writes"))
 
 
 def inspect_node(
@@ -123,9 +130,10 @@ def _noted_files(files: Iterable[Facts], file_system_of: Callable[[str], str]) -
     """By path: ``size``, ``mode``, ``build_id``, identity, and ``checked``: whether a restore insists on the size.
 
     Its uses are ``open``, ``mapped``, ``writes``, ``code`` (as program code) and ``locked``; ``made``: by the dump, for
-    a restore to remove.  ``database_born``: when a database of SQLite that is open was made; else 0.
+    a restore to remove.  For databases of SQLite see `databases`.
     """
     noted: dict[str, dict[str, Any]] = {}
+    locks: dict[str, set[tuple[int, ...]]] = {}
     for file in files:
         path = file["path"]
         if (entry := noted.get(path)) is None:
@@ -133,20 +141,20 @@ def _noted_files(files: Iterable[Facts], file_system_of: Callable[[str], str]) -
         entry["open" if file["open"] else "mapped"] = True
         for use in ("writes", "code", "made", "locked"):
             entry[use] = entry[use] or bool(file.get(use))
-        if file["open"]:
-            entry["database_born"] = node.database_born(path)
+        locks.setdefault(path, set()).update(tuple(lock) for lock in file.get("posix_locks", ()))
         entry["checked"] = entry["checked"] or entry["made"]
         if file["size"] is not None:  # CRIU compares with the size in the dump
             entry |= {"size": file["size"], "checked": True}
         if file["mode"] is not None:
             entry["mode"] = file["mode"]
+    databases.note(noted, locks)
     return noted
 
 
 def _noted_file(path: str, file: Facts, kind: str) -> dict[str, Any]:
     facts = node.file_facts(path) or {"size": 0, "mode": file["mode"]}
     entry = {**facts, "build_id": "", "open": False, "mapped": False, "checked": False}
-    entry |= {"writes": False, "code": False, "made": False, "locked": False, "database_born": 0}
+    entry |= {"writes": False, "code": False, "made": False, "locked": False}
     directory = stat.S_ISDIR(facts["mode"] or 0)
     if not (node.keeps_inodes(kind) if directory else node.keeps_content(kind)):
         for name in ("device", "inode", "mtime", "ctime"):
@@ -157,16 +165,28 @@ def _noted_file(path: str, file: Facts, kind: str) -> dict[str, Any]:
 
 
 def _present(path: str, was: Facts, hashes: Hashes | None, cancelled: Callable[[], bool]) -> dict[str, Any] | None:
-    """Return the facts of the file at ``path``; ``same`` if they are those of ``was``, else its build-id and hash."""
+    """Return the facts of the file at ``path``; ``same`` if they are those of ``was``, else its build-id and hash.
+
+    ``recorded``: its hash at the checkpoint, which may have been made later.
+    """
     now = node.file_facts(path)
     if now is None:
         return None
     if node.same_file(was, now):
         return {**now, "same": True}
-    now |= {"same": False, "build_id": "", "blake3": ""}
-    now["database_born"] = node.database_born(path) if was.get("database_born") else 0
+    now |= {"same": False, "build_id": "", "blake3": "", "recorded": "", "usable": _is_usable(path, was)}
+    if databases.is_one(was):
+        now |= databases.present(path)
     if stat.S_ISREG(now["mode"]):
         now["build_id"] = node.build_id(path) if was["build_id"] else ""
-        if hashes is not None and was.get("blake3") and now["size"] == was["size"]:
-            now["blake3"] = hashes.of(path, now, cancelled)
+        if hashes is not None and now["size"] == was["size"] and "inode" in was:
+            now["recorded"] = was.get("blake3") or hashes.known(was)
+            now["blake3"] = hashes.of(path, now, cancelled) if now["recorded"] else ""
     return now
+
+
+def _is_usable(path: str, was: Facts) -> bool:
+    """Return whether the user may open the file again as the kernel had it open."""
+    if stat.S_ISDIR(was["mode"] or 0):
+        return os.access(path, os.R_OK | os.X_OK, effective_ids=True)
+    return os.access(path, os.R_OK | (os.W_OK if was.get("writes") else 0), effective_ids=True)

@@ -42,6 +42,8 @@ AT_ONCE = 16 << 20
 LARGEST, LATER = 2 << 30, 8 << 30
 #: Nanoseconds: a younger change may be followed by another one with the same stamp.
 _SETTLED = 2_000_000_000
+#: Seconds from one look to the next whether a file that was changed just now has settled.
+_LOOK = 0.05
 _SECOND = 1_000_000_000
 _BLOCK = 1 << 20
 _VERSION = 1
@@ -60,7 +62,10 @@ class Hashes:
         self._thread: threading.Thread | None = None
 
     def known(self, facts: Facts) -> str:
-        """Return the cached hash of the file with these facts (`facts.file_facts`) in hex; empty without one."""
+        """Return the cached hash of the file with these facts (`facts.file_facts`) in hex; empty without one.
+
+        It is that of the content which the file had with this identity, whenever it was read.
+        """
         key = _key(facts)
         with self._lock:
             self._load()
@@ -91,7 +96,7 @@ class Hashes:
         except OSError:
             return ""
         found = hasher.hexdigest()
-        if max(facts["ctime"], facts["mtime"]) + _SETTLED < time.time_ns():
+        if _unsettled(facts) <= 0:
             with self._lock:
                 self._kept[_key(facts)] = found
                 self._unsaved = self._unsaved or _lasts(_key(facts))
@@ -100,29 +105,41 @@ class Hashes:
     def of_kernel(self, files: Iterable[tuple[str, Facts, bool]]) -> dict[str, str]:
         """Return the hashes of a kernel's files (path, facts, whether it may write to it) by path, if they are cheap.
 
-        Those that are not cached are read, the smallest first, up to `AT_ONCE` bytes.  `begin` reads those of the
-        others that the kernel does not write to, for its next image.
+        Those that are not cached are read, the smallest first, up to `AT_ONCE` bytes; the others are left to `begin`.
         """
         found, unknown = {}, []
         for path, facts, writes in files:
             if hash := self.known(facts):
                 found[path] = hash
             elif stat.S_ISREG(facts["mode"]):
-                unknown.append((facts["size"], path, facts, writes))
-        left, later = AT_ONCE, LATER
-        for size, path, facts, writes in sorted(unknown, key=lambda each: each[:2]):
-            if size <= left:
-                left -= size
+                unknown.append((path, facts, writes))
+        left, later = AT_ONCE, []
+        for path, facts, writes in sorted(unknown, key=lambda each: (each[1]["size"], each[0])):
+            if facts["size"] <= left:
+                left -= facts["size"]
                 if hash := self.of(path, facts):
                     found[path] = hash
-            elif not writes and size <= min(LARGEST, later):
-                later -= size
-                with self._lock:
-                    self._pending[path] = facts
+            else:
+                later.append((path, facts, writes))
+        self.queue(later)
         return found
 
+    def queue(self, files: Iterable[tuple[str, Facts, bool]]) -> None:
+        """Leave a sleeping kernel's files (as for `of_kernel`) to `begin`, as far as they are not cached.
+
+        Of all files of one kernel `LATER` bytes at most: those first that it does not write to, the smallest first.
+        The others have another content after each time that the kernel is awake.
+        """
+        left = LATER
+        for path, facts, _ in sorted(files, key=lambda each: (each[2], each[1]["size"], each[0])):
+            if stat.S_ISREG(facts["mode"]) and facts["size"] <= min(LARGEST, left) and not self.known(facts):
+                left -= facts["size"]
+                with self._lock:
+                    self._pending.pop(path, None)
+                    self._pending[path] = facts
+
     def begin(self) -> None:
-        """Hash the files that `of_kernel` has left, on a thread of the lowest priority, and save the cache."""
+        """Hash the files of `queue` on a thread of the lowest priority, and save the cache."""
         with self._lock:
             if self._thread is None and (self._pending or self._unsaved):
                 # No daemon: it must not be interrupted when the interpreter ends, and `_work` ends soon then.  No
@@ -148,14 +165,27 @@ class Hashes:
                 if not self._pending or cancelled():
                     self._pending.clear()
                     break
-                path, facts = self._pending.popitem()
-            self.of(path, facts, cancelled)
+                file = self._take_settled()
+            if file is not None:
+                self.of(*file, cancelled)
+            else:
+                self._save()  # for other processes; the files that are left may take a while
+                time.sleep(_LOOK)
         self._save()
         with self._lock:
             self._thread = None
             more = bool(self._pending) and not cancelled()  # just added, without a thread
         if more:
             self.begin()
+
+    def _take_settled(self) -> tuple[str, Facts] | None:
+        """Take the first pending file that has not changed just now.  Called with the lock held."""
+        for path, facts in [*self._pending.items()]:
+            if (wait := _unsettled(facts)) <= 0 or wait > _SETTLED:  # a time in the future: it would never be
+                del self._pending[path]
+                if wait <= 0:
+                    return path, facts
+        return None
 
     def sweep(self) -> None:
         """Remove files of a process that ended while it saved; one that saves just now does it again next time."""
@@ -193,6 +223,11 @@ def _parsed(path: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return {}
+
+
+def _unsettled(facts: Facts) -> int:
+    """Return in how many ns a later change of the file gets another time stamp for certain."""
+    return int(max(facts["ctime"], facts["mtime"])) + _SETTLED - time.time_ns() + 1
 
 
 def _lasts(key: str) -> bool:

@@ -6,52 +6,40 @@ A hard `Mismatch` means that the restore would fail, or that the kernel would br
 from __future__ import annotations
 
 import re
-import shlex
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import gt, ne
 from typing import Any
 
 from ..errors import ChangedFile, GpuCkptError, MissingFile, NodeUnfit, PortTaken, SocketTaken
-from ..terminal_text import printable
 from ..units import size
+from .changed_files import OR_RESTART, Judge, changed_files
 from .facts import LINGERS, Facts
 from .fingerprint import fingerprint, inspect_node
+from .mismatch import Mismatch
 
 __all__ = ["Facts", "Mismatch", "accepted_files", "fingerprint", "inspect_node", "match", "require"]
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    """A difference.  ``field``: a stable word; ``hard``: the image cannot be restored here; ``path``: of a file."""
-
-    field: str
-    what: str
-    wanted: str
-    found: str
-    advice: str
-    hard: bool
-    path: str = ""
-
-    def __str__(self) -> str:
-        return printable(f"{self.what}: wanted {self.wanted}, found {self.found}. {self.advice}")
-
-
 def match(
-    wanted: Facts, found: Facts, *, accept_changed_files: bool = False, gpu_map: Mapping[str, str] | None = None
+    wanted: Facts,
+    found: Facts,
+    *,
+    image: str,
+    accept_changed_files: bool = False,
+    gpu_map: Mapping[str, str] | None = None,
 ) -> list[Mismatch]:
     """Return every difference that matters, the hard ones first.
 
-    ``accept_changed_files``: a changed data file is accepted as it is now (soft).  ``gpu_map``: the GPU here for each
-    one of the image; by default the same one, or else in the order of both nodes.  Only keys that ``wanted`` has are
-    compared.
+    ``image``: the id of the image, for commands in advice.  ``accept_changed_files``: a changed data file is accepted
+    as it is now (soft).  ``gpu_map``: the GPU here for each one of the image; by default the same one, or else in the
+    order of both nodes.  Only keys that ``wanted`` has are compared.
     """
     mismatches: list[Mismatch] = []
     for key, compare in _COMPARE.items():
         if key in wanted:
             mismatches += compare(wanted, found)
-    mismatches += _files(wanted.get("files", {}), found["files"], accept_changed_files, _is_here(wanted, found))
+    judge = Judge(accept_changed_files, _is_here(wanted, found), image)
+    mismatches += changed_files(wanted.get("files", {}), found["files"], judge)
     if wanted.get("cuda"):
         mismatches += _gpus(wanted, found, gpu_map)
     return sorted(mismatches, key=lambda mismatch: not mismatch.hard)
@@ -67,13 +55,13 @@ def accepted_files(mismatches: Iterable[Mismatch]) -> list[str]:
     return sorted({each.path for each in mismatches if each.field == "file_changed" and not each.hard})
 
 
-def require(mismatches: Sequence[Mismatch]) -> None:
-    """Raise the error of the hard mismatches, if there are any, with all of them in its details."""
+def require(mismatches: Sequence[Mismatch], image: str) -> None:
+    """Raise the error of the hard mismatches of ``image``, if there are any, with all of them in its details."""
     hard = [mismatch for mismatch in mismatches if mismatch.hard]
     if not hard:
         return
     first = hard[0]
-    more = f" (and {len(hard) - 1} more: `jupyter gpu-ckpt match` lists them)" if hard[1:] else ""
+    more = f" (and {len(hard) - 1} more: `jupyter gpu-ckpt match {image}` lists them)" if hard[1:] else ""
     raise _ERRORS.get(first.field, NodeUnfit)(
         f"{first.what}: wanted {first.wanted}, found {first.found}{more}.",
         hint=first.advice,
@@ -176,9 +164,6 @@ def _sockets(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
             yield Mismatch("socket", f"Unix socket {path}", "the kernel's own, or nothing", problem, advice, True, path)
 
 
-_OR_RESTART = "If that cannot be done, restart the kernel, which loses its variables."
-_CODE = f"The kernel runs this program code: put back the version that it was (reinstall it). {_OR_RESTART}"
-
 _COMPARE: dict[str, _Comparison] = {
     "architecture": _compared("architecture", "CPU architecture", ne, "Restore it on a node of that architecture."),
     "cpu": _cpu,
@@ -201,7 +186,7 @@ _COMPARE: dict[str, _Comparison] = {
         "C library (glibc)",
         ne,
         "The kernel has the old one mapped; use the same operating system image on both nodes.",
-        here=f"The kernel has the old one mapped; put that version back. {_OR_RESTART}",
+        here=f"The kernel has the old one mapped; put that version back. {OR_RESTART}",
         absent="another one",
     ),
     "packages": _packages,
@@ -228,112 +213,6 @@ _COMPARE_CUDA: tuple[_Comparison, ...] = (
     ),
     _compared("cuda", "CUDA version of the driver", ne, "It comes with the driver; install the same version here."),
 )
-
-
-#: The names of ``stat(2)`` for the kinds of files.
-_KINDS = {
-    stat.S_IFREG: "a file",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-def _files(
-    wanted: Mapping[str, Facts], found: Mapping[str, Facts | None], accept: bool, here: bool
-) -> Iterator[Mismatch]:
-    """``here``: on the machine that the image was made on."""
-    for path, was in wanted.items():
-        now = found[path]
-        if now is None:
-            before = f"{size(was['size'])}, the kernel {'has it open' if was['open'] else 'uses it'}"
-            yield Mismatch("file_missing", path, before, "no file", "Put it back.", True, path)
-        elif _kind(was) and _kind(now) != _kind(was):
-            before, after = (_KINDS.get(_kind(file), "another kind of file") for file in (was, now))
-            yield Mismatch("file_changed", path, before, after, "Put it back.", True, path)
-        elif now.get("same"):
-            continue
-        elif was["build_id"] and now["build_id"] != was["build_id"]:
-            before, after = f"build-id {was['build_id'][:12]}", f"build-id {now['build_id'][:12]}"
-            field, advice = "build", "The kernel runs this program code; install the same version as on the other node."
-            if here:  # installed or built anew
-                field, advice = "file_changed", _CODE
-            yield Mismatch(field, path, before, after if now["build_id"] else "no build-id", advice, True, path)
-        else:
-            yield from _changed(path, was, now, accept)
-            if stat.S_ISDIR(now["mode"]):
-                yield from _replaced_directory(path, was, now, accept, here)
-            elif now["size"] == was["size"]:
-                yield from _other_content(path, was, now, accept, here)
-
-
-def _kind(file: Facts) -> int:
-    return stat.S_IFMT(file["mode"] or 0)
-
-
-def _replaced_directory(path: str, was: Facts, now: Facts, accept: bool, here: bool) -> Iterator[Mismatch]:
-    # A device with another number may be the same one, mounted again.
-    if here and "inode" in was and now["device"] == was["device"] and now["inode"] != was["inode"]:
-        advice = "It was replaced: put the old one back. " + _ACCEPT
-        yield Mismatch("file_changed", path, "the directory there was", "another one", advice, not accept, path)
-
-
-_DELETED = "The kernel has it open under a name that was deleted; put it back as it was."
-_ACCEPT = "Or accept it as it is: `jupyter gpu-ckpt match IMAGE --accept-changed-files`."
-
-
-def _other_content(path: str, was: Facts, now: Facts, accept: bool, here: bool) -> Iterator[Mismatch]:
-    """Compare files of the same kind, mode and size by their hashes, or where there is none, by their identities."""
-    if not was["checked"] or "inode" not in was:
-        return  # only appended to, or without a noted identity
-    if was.get("blake3") and now.get("blake3"):
-        if was["blake3"] == now["blake3"]:
-            return
-        before, after = f"content {was['blake3'][:12]}", f"content {now['blake3'][:12]}"
-    elif was["build_id"] or (was["inode"], was["mtime"]) == (now["inode"], now["mtime"]):
-        return  # nothing but its rights, names or device number has changed
-    elif not here or was["device"] != now["device"]:
-        return  # a copy, or the same file on a device that was mounted again: nothing but the size can be compared
-    elif was["inode"] != now["inode"]:
-        before, after = "the file there was", "another one"
-    else:
-        before, after = "as it was", "written to since"
-    yield Mismatch("file_changed", path, before, after, *_judged(was, now, False, accept), path)
-
-
-def _judged(was: Facts, now: Facts, mapped: bool, accept: bool) -> tuple[str, bool]:
-    """Return the advice about a changed file, and whether it is hard.  ``mapped``: memory depends on its size."""
-    if was.get("made"):
-        return _DELETED, True
-    if was.get("code"):
-        return _CODE, True
-    if mapped:
-        return "The kernel has it mapped into its memory; put it back as it was.", True
-    born = was.get("database_born")
-    if born and not was["locked"] and (was.get("inode"), born) == (now["inode"], now["database_born"]):
-        # Without a lock a connection takes nothing for granted: each transaction begins with the change counter.
-        return "SQLite notices what others wrote into its database.", False
-    if accept:
-        return "The kernel continues with it as it is now.", False
-    return "Put it back. " + _ACCEPT, True
-
-
-def _changed(path: str, was: Facts, now: Facts, accept: bool) -> Iterator[Mismatch]:
-    if was["mode"] is not None and now["mode"] != was["mode"]:
-        before, after = f"mode {was['mode']:o}", f"mode {now['mode']:o}"
-        advice = f"chmod {was['mode'] & 0o7777:o} {shlex.quote(path)}"
-        hard = not accept or bool((now["mode"] ^ was["mode"]) & ~0o7777)
-        yield Mismatch("file_changed", path, before, after, advice, hard, path)
-    if stat.S_ISDIR(now["mode"]) or now["size"] == was["size"] or not (was["checked"] or was["open"]):
-        return  # the size of a directory is of no importance
-    # Beyond the end of a mapped file there is no memory: an access ends the process (SIGBUS).
-    mapped = bool(was["build_id"] or (was["mapped"] and now["size"] < was["size"]))
-    advice, hard = _judged(was, now, mapped, accept)
-    if not was["checked"]:
-        advice, hard = "The kernel only appends to it, and continues at its end.", False
-    yield Mismatch("file_changed", path, f"{was['size']} bytes", f"{now['size']} bytes", advice, hard, path)
 
 
 def _gpus(wanted: Facts, found: Facts, gpu_map: Mapping[str, str] | None) -> Iterator[Mismatch]:

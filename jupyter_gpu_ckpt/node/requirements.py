@@ -138,7 +138,8 @@ def parse(text: str | bytes) -> list[Requirements]:
             raise ValueError("of another version, or too many kernels")
         return [_parsed(**one) for one in data["kernels"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ImageFormat("The published requirements of the sleeping kernels cannot be read.") from error
+        message = "The published requirements of the sleeping kernels cannot be read."
+        raise ImageFormat(message, hint="Another release may have written them: use that one.") from error
 
 
 def _parsed(architecture: Any, cpu: Any, linux: Any, glibc: Any, driver: Any, gpus: Any, memory: Any) -> Requirements:

@@ -329,7 +329,7 @@ class MonitoredKernel:
             self.swapped_out = self.swapped_out or saved
         code = None
         if progress is not None and state not in VERBS and previous in VERBS:
-            code = self._settle(progress.plan, VERBS[previous], state, at)
+            code = self._settle(progress.plan, VERBS[previous], state, at, image)
         device = sum((self.swapped_out.device if self.swapped_out else self._sizes.device).values())
         if requested or previous is State.DEAD:  # that is no failure; and a restarted kernel has none of the last one
             self.failure, code = None, "KERNEL_LOST" if code is not None else None
@@ -338,14 +338,14 @@ class MonitoredKernel:
         if code is not None and (failure := self.failure) is not None:
             self.monitor.notify(lambda listener: listener.failed(failure))
 
-    def _settle(self, plan: Plan, verb: str, state: State, at: float) -> str | None:
+    def _settle(self, plan: Plan, verb: str, state: State, at: float, image: str | None) -> str | None:
         """Record the end of a verb; return the error's code if it failed."""
         failed, self._failed_step = self._failed_step, None
         if state is plan.to:
             self.failure = None
             return None
         code = "KERNEL_LOST" if state is State.DEAD else (failed.code if failed else None) or "INTERNAL"
-        hint = _ERRORS.get(code, errors.GpuCkptError).default_hint
+        hint = errors.GpuCkptError.filled(_ERRORS.get(code, errors.GpuCkptError).default_hint, image)
         step = failed.step if failed else ""
         error = self._error if self._error is not None and self._error.code == code else None
         self.failure = Failed(self.kernel_id, verb, step, code, hint, _LEFT.get(state, state.value), at, error)

@@ -103,7 +103,7 @@ class Remote:
 
     def manifest(self, id: str) -> Manifest:
         """Return the manifest of an image there, not verified.  Raises `ImageNotFound`, `ImageFormat`."""
-        return Manifest.from_json(self.storage.read_small(id, MANIFEST, MOST_BYTES))
+        return Manifest.from_json(self.storage.read_small(id, MANIFEST, MOST_BYTES), id)
 
     def claimed(self, id: str) -> str:
         """Return the host that is pulling the image, or whose kernel it is; empty when it is free."""

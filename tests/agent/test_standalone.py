@@ -18,6 +18,7 @@ STANDARD = {
         "collections",
         "contextlib",
         "ctypes",
+        "errno",
         "fcntl",
         "gc",
         "importlib",

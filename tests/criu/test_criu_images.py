@@ -13,7 +13,7 @@ from jupyter_gpu_ckpt.criu import images
 from jupyter_gpu_ckpt.criu.images import Port, RegularFile
 from jupyter_gpu_ckpt.errors import ImageFormat
 
-FILES, FDINFO, REMAP, FILE_LOCKS = 0x56303138, 0x56213732, 0x59133954, 0x54323616
+FILES, FDINFO, REMAP, FILE_LOCKS, IDS = 0x56303138, 0x56213732, 0x59133954, 0x54323616, 0x54432030
 
 
 def varint(value: int) -> bytes:
@@ -86,8 +86,15 @@ def test_the_files_a_restore_needs(dump):
 def test_a_file_with_a_lock(dump):
     write(dump / "fdinfo-2.img", FDINFO, message((1, 1), (4, 7)), message((1, 3), (4, 8)))
     assert [file.locked for file in images.regular_files(dump)] == [False, False, False]
-    write(dump / "filelocks.img", FILE_LOCKS, message((1, 1), (2, 0), (3, 20), (4, 7)))
-    assert [file.path for file in images.regular_files(dump) if file.locked] == ["/data/a.csv"]
+    for pid, files in ((20, 2), (21, 3)):
+        write(dump / f"ids-{pid}.img", IDS, message((1, 0), (2, files)))
+    write(dump / "fdinfo-3.img", FDINFO, message((1, 2), (4, 7)))
+    lock = message((1, 1), (2, 1), (3, 20), (4, 7), (5, 1 << 30), (6, 3))
+    write(dump / "filelocks.img", FILE_LOCKS, lock, message((1, 2), (2, 0), (3, 21), (4, 7), (5, 0), (6, 0)))
+    assert {file.path: file.posix_locks for file in images.regular_files(dump) if file.locked} == {
+        "/data/a.csv": ((1, 1 << 30, 3),),
+        "/lib/libc.so": (),  # flock
+    }
 
 
 def test_the_ports_a_restore_binds(dump):

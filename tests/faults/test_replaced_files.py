@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 from harness import until
 
+from jupyter_gpu_ckpt.cli import main
 from jupyter_gpu_ckpt.criu import images
 from jupyter_gpu_ckpt.errors import CriuKilled, GpuCkptError
 from jupyter_gpu_ckpt.image.layout import RESTORING, mark
 from jupyter_gpu_ckpt.lifecycle.plans import Step
 from jupyter_gpu_ckpt.lifecycle.steps import STEPS
-from jupyter_gpu_ckpt.node.hashes import FILE, Hashes
+from jupyter_gpu_ckpt.node.facts import file_facts
+from jupyter_gpu_ckpt.node.hashes import AT_ONCE, FILE, Hashes
 
 SIZE = 65536
 MAP = """
@@ -125,6 +127,63 @@ async def test_the_same_content_is_no_change_whatever_was_done_to_the_file(subje
         harmless(array)
         await subject.provisioner.restore()
         assert await subject.run(f"print(x, {reads})") == "41 b'o'", harmless
+
+
+#: More than a checkpoint reads of files that it does not know yet.
+LARGE = AT_ONCE + 1_000_000
+
+
+@pytest.fixture
+def large(subject) -> Path:
+    path = subject.directory / "array"
+    path.write_bytes(b"o" * LARGE)
+    return path
+
+
+def rewrite_one_byte_unseen(path: Path) -> None:
+    """A new version comes in the place of the old one, as ``rsync --inplace --times`` brings it."""
+    facts = path.stat()
+    with path.open("r+b") as file:
+        file.seek(LARGE // 2)
+        file.write(b"n")
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+async def has_hash_of(subject, path: Path) -> None:
+    """Wait until a file that was new at the checkpoint is hashed."""
+    await until(lambda: Hashes(subject.images).known(file_facts(str(path))), 30)
+
+
+@pytest.mark.parametrize("use", ["open for reading", "mapped privately", "mapped and written"])
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+async def test_a_byte_of_a_large_file_that_was_changed_unseen(subject, large, use, later):
+    """Its time of modification is put back; a checkpoint has no time to hash it."""
+    opens, reads = USES[use]
+    reads = reads.replace("1, 0)", f"1, {LARGE // 2})").replace("[:1]", f"[{LARGE // 2}:][:1]")
+    await subject.run(opens)
+    image = await subject.provisioner.checkpoint()
+    assert "blake3" not in image.manifest.fingerprint["files"][str(large)]
+    if later:
+        await has_hash_of(subject, large)
+    rewrite_one_byte_unseen(large)
+    error = await subject.fails(subject.provisioner.restore, "FILE_CHANGED")
+    assert error.details["culprit"] == str(large)
+    assert error.message.endswith("found changed (ctime).") is not later
+    assert f"`jupyter gpu-ckpt match {image.id} --accept-changed-files`" in error.hint
+    await subject.stays_away(error)
+    assert main(["match", image.id, "--image-dir", str(subject.images), "--accept-changed-files"]) == 0
+    await subject.wakes()
+    assert await subject.run(f"print({reads})") == "b'n'"
+
+
+async def test_a_large_file_that_has_another_name_is_the_same_if_there_was_time_to_hash_it(subject, large):
+    await subject.run(USES["mapped privately"][0])
+    for harmless in (link, move_away_and_back):
+        await subject.provisioner.checkpoint()
+        await has_hash_of(subject, large)
+        harmless(large)
+        await subject.wakes()
+    assert await subject.run("print(array[:1])") == "b'o'"
 
 
 async def test_nothing_is_read_on_a_wake_while_nothing_changed(subject, array, monkeypatch):

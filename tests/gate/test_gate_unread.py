@@ -60,3 +60,18 @@ def test_cells_that_the_kernel_has_missed_run_soon(inattentive: World) -> None:
 def test_a_request_of_the_gates_own_that_the_kernel_has_missed_is_answered(inattentive: World) -> None:
     content = inattentive.gate.request("comm_info_request", {"target_name": "missed"}, DEADLINE)
     assert content["status"] == "ok"
+
+
+def test_a_kernel_that_can_accept_no_connection_is_not_nudged(inattentive_kernel: Kernel, tmp_path: Path) -> None:
+    """A connection would end it (`process.descriptors`)."""
+    answers = [False, False, True]
+    world = World(inattentive_kernel, tmp_path)
+    world.gate = world.new_gate(may_nudge=lambda: answers.pop(0) if answers else True)
+    world.up()
+    try:
+        client = world.client()
+        assert reply(client, client.execute("'missed'"))["content"]["status"] == "ok"
+        assert answers == []
+        client.stop_channels()
+    finally:
+        world.gate.stop()

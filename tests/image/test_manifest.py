@@ -108,7 +108,7 @@ def test_more_files_than_any_image_has(monkeypatch):
     monkeypatch.setattr(manifest_module, "MOST_FILES", 10)
     document["files"] = {str(number): {"bytes": 1, "blake3": HASH} for number in range(11)}
     with pytest.raises(ImageFormat, match="too many"):
-        Manifest.from_json(json.dumps(document))
+        Manifest.from_json(json.dumps(document), FACTS.id)
 
 
 def test_a_manifest_larger_than_any(store, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_manifest_larger_than_any(store, monkeypatch):
         store.get(image.id)
     monkeypatch.setattr(manifest_module, "MOST_BYTES", 10)
     with pytest.raises(ImageFormat, match="too large"):
-        Manifest.from_json(FACTS.to_json())
+        Manifest.from_json(FACTS.to_json(), FACTS.id)
 
 
 @pytest.mark.parametrize("version", [0, 2, 3, 4, 99, -1, 1.0, "1", None, "x" * 1000])

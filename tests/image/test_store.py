@@ -59,15 +59,15 @@ def test_a_draft_is_no_image_and_leaves_nothing_when_discarded(store):
 
 def test_the_manifest_survives_json_and_refuses_what_it_does_not_know(store):
     manifest = publish(store).manifest
-    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert Manifest.from_json(manifest.to_json(), manifest.id) == manifest
     data = json.loads(manifest.to_json())
     with pytest.raises(ImageFormat, match="format 99") as caught:
-        Manifest.from_json(json.dumps({**data, "version": 99}))
+        Manifest.from_json(json.dumps({**data, "version": 99}), manifest.id)
     assert caught.value.details["version"] == 99
     for damaged in ("", "[]", "{}", manifest.to_json()[:-20], json.dumps({"version": manifest.version})):
         with pytest.raises(ImageFormat):
-            Manifest.from_json(damaged)
-    assert Manifest.from_json(json.dumps({**data, "later": 1})) == manifest
+            Manifest.from_json(damaged, manifest.id)
+    assert Manifest.from_json(json.dumps({**data, "later": 1}), manifest.id) == manifest
 
 
 @pytest.mark.parametrize("id", ["", ".", "..", "a/b", "/etc", ".draft-x", "no-such-image"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -27,6 +28,9 @@ from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 from jupyter_gpu_ckpt.kernel.registry import reap
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.node import hashes
+from jupyter_gpu_ckpt.node.facts import file_facts
+from jupyter_gpu_ckpt.node.hashes import Hashes
+from jupyter_gpu_ckpt.process import descriptors
 
 KERNEL_ID = "0c0ffee0-0000-4000-8000-000000000001"
 
@@ -92,6 +96,22 @@ async def test_a_kernel_left_by_a_stopping_server_sleeps_until_a_request_to_the_
     assert server.store.images() == []
 
 
+async def test_the_next_server_hashes_large_files_that_the_last_one_had_no_time_for(server, monkeypatch):
+    data = server.place / "data"
+    data.write_bytes(b"x" * (hashes.AT_ONCE + 1))
+    first = await server.start()
+    await first.run("file = open('data', 'rb'); x = 41")
+    with monkeypatch.context() as stopped:
+        stopped.setattr(Hashes, "begin", lambda _: None)
+        await first.provisioner.detach()
+    facts = file_facts(str(data))
+    assert not Hashes(server.store.root).known(facts)
+    second = await server.start()
+    await until(lambda: Hashes(server.store.root).known(facts), 30)
+    data.with_name("link").hardlink_to(data)
+    assert await second.run("print(x)") == "41"
+
+
 async def test_a_client_of_the_old_server_continues_with_the_new_one(server):
     """The same sockets and the same session: what a browser tab has that reconnects by itself."""
     first = await server.start()
@@ -126,6 +146,44 @@ async def test_a_kernel_that_cannot_be_checkpointed_runs_on_and_is_attached_aliv
     assert await second.run("print(x)") == "40"
     await second.provisioner.checkpoint()
     assert await second.run("print(x)") == "40"
+
+
+@pytest.mark.parametrize("limit", ["soft", "hard"])
+async def test_a_kernel_that_has_opened_all_files_it_may_is_attached_alive(server, monkeypatch, limit):
+    """A connection that it cannot accept would end it; a message connects to it once it has closed some."""
+    first = await server.start(drain_timeout=0.2)
+    stop = server.place / "stop"
+    code = f"""
+import os, resource, time
+x = 5
+limit = max(map(int, os.listdir("/proc/self/fd"))) + 20
+hard = limit if {limit == "hard"} else resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+taken = []
+while not os.path.exists({str(stop)!r}):
+    try:
+        taken.append(os.dup(0))
+    except OSError:
+        time.sleep(0.01)
+for descriptor in taken:
+    os.close(descriptor)
+"""
+    first.client.execute(code)
+    await until(lambda: first.provisioner.gate.pending == ["execute_request"])
+    pid = first.lifecycle.capsule.host_pid
+    await until(lambda: descriptors.free(pid) == 0)
+    await first.provisioner.detach()
+    await until(lambda: descriptors.free(pid) == 0)  # those of the gate's connections, too
+    if limit == "hard":
+        monkeypatch.setattr(descriptors, "_raised_limit", contextlib.nullcontext)  # which root can
+    second = await server.start(start_timeout=0.5, wake_timeout=60.0)
+    assert second.state == "running"
+    if limit == "hard":
+        await until(lambda: second.provisioner.gate.state == "asleep")
+        assert alive([pid]) == [pid]
+    stop.touch()
+    assert await second.run("print(x)") == "5"
+    assert second.provisioner.gate.state == "open"
 
 
 OWNER = """

@@ -13,6 +13,7 @@ import pytest
 
 from jupyter_gpu_ckpt.errors import ChangedFile, MissingFile, NodeUnfit, PortTaken, SocketTaken
 from jupyter_gpu_ckpt.node import facts as node
+from jupyter_gpu_ckpt.node import hashes as hashes_module
 from jupyter_gpu_ckpt.node import match
 from jupyter_gpu_ckpt.node.hashes import Hashes
 
@@ -42,10 +43,18 @@ def seen(wanted: dict[str, Any]) -> dict[str, Any]:
     return match.inspect_node(wanted, criu="4.2.1", gpus=[GPU], memory=64 * GIB, disk=64 * GIB)
 
 
+def differences(wanted: dict[str, Any], here: dict[str, Any], **options: Any) -> list[match.Mismatch]:
+    return match.match(wanted, here, image="20261120T153012-0c0ffee0-a97839", **options)
+
+
+def require(mismatches: list[match.Mismatch]) -> None:
+    match.require(mismatches, "20261120T153012-0c0ffee0-a97839")
+
+
 def test_the_node_an_image_was_made_on_matches(data):
     wanted = taken(data)
-    assert match.match(wanted, seen(wanted)) == []
-    match.require([])
+    assert differences(wanted, seen(wanted)) == []
+    require([])
 
 
 #: By field: what is changed in the answers of this node, and whether that forbids the restore.
@@ -72,35 +81,35 @@ def test_one_line_for_each_difference(data, field):
     here = copy.deepcopy(seen(wanted))
     change, hard = DIFFERENCES[field]
     change(here)
-    (mismatch,) = match.match(wanted, here)
+    (mismatch,) = differences(wanted, here)
     assert (mismatch.field, mismatch.hard) == (field, hard)
     assert mismatch.wanted != mismatch.found
     assert mismatch.advice
     assert "\n" not in str(mismatch)
     if hard:
         with pytest.raises(NodeUnfit) as caught:
-            match.require([mismatch])
+            require([mismatch])
         assert caught.value.details["mismatches"] == [str(mismatch)]
         assert caught.value.hint == mismatch.advice
     else:
-        match.require([mismatch])
+        require([mismatch])
 
 
 def test_a_newer_node_is_no_mismatch(data):
     wanted = taken(data)
     here = seen(wanted)
     here.update(kernel="99.1", criu="5.0", cpu=[*here["cpu"], "amx_fp64"])
-    assert match.match(wanted, here) == []
+    assert differences(wanted, here) == []
 
 
 def test_a_kernel_that_never_used_cuda_fits_a_node_without_a_gpu(data):
     wanted = taken(data, cuda=False, device_bytes={})
-    assert match.match(wanted, match.inspect_node(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB)) == []
+    assert differences(wanted, match.inspect_node(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB)) == []
 
 
 def test_a_cuda_kernel_does_not_fit_a_node_without_a_gpu(data):
     wanted = taken(data)
-    found = match.match(wanted, match.inspect_node(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB))
+    found = differences(wanted, match.inspect_node(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB))
     assert [mismatch.field for mismatch in found] == ["driver", "cuda", "gpu_count"]
 
 
@@ -108,14 +117,14 @@ def test_free_memory_is_checked_on_the_gpu_the_kernel_goes_to(data):
     gpus = [GPU, {**GPU, "uuid": "GPU-b"}]
     wanted = taken(data, gpus=gpus)
     here = match.inspect_node(wanted, criu="4.2.1", gpus=[{**gpus[0], "free": 0}, gpus[1]], memory=GIB, disk=GIB)
-    assert [mismatch.field for mismatch in match.match(wanted, here)] == ["device_memory"]
+    assert [mismatch.field for mismatch in differences(wanted, here)] == ["device_memory"]
     swapped = {"GPU-a": "GPU-b", "GPU-b": "GPU-a"}
-    assert match.match(wanted, here, gpu_map=swapped) == []
-    assert match.match(wanted, here, gpu_map={"GPU-a": "GPU-b"}) == [], "the other one takes the place that is left"
+    assert differences(wanted, here, gpu_map=swapped) == []
+    assert differences(wanted, here, gpu_map={"GPU-a": "GPU-b"}) == [], "the other one takes the place that is left"
 
 
 def test_an_image_without_a_fingerprint_is_not_compared():
-    assert match.match({}, match.inspect_node({}, criu="4.2.1", gpus=[], memory=0, disk=0)) == []
+    assert differences({}, match.inspect_node({}, criu="4.2.1", gpus=[], memory=0, disk=0)) == []
 
 
 def test_packages_that_differ_are_named_and_only_warned_about(tmp_path, data):
@@ -131,7 +140,7 @@ def test_packages_that_differ_are_named_and_only_warned_about(tmp_path, data):
         criu="4.2.1",
     )
     (site / "numpy-2.1.0.dist-info").rename(site / "numpy-2.2.0.dist-info")
-    (mismatch,) = match.match(wanted, seen(wanted))
+    (mismatch,) = differences(wanted, seen(wanted))
     assert (mismatch.field, mismatch.hard) == ("packages", False)
     assert (mismatch.wanted, mismatch.found) == ("numpy 2.1.0", "2.2.0")
 
@@ -139,7 +148,7 @@ def test_packages_that_differ_are_named_and_only_warned_about(tmp_path, data):
 def test_a_mount_that_is_not_there(data):
     wanted = taken(data)
     wanted["mounts"] = {"/scratch": "nfs4"}
-    (mismatch,) = match.match(wanted, seen(wanted))
+    (mismatch,) = differences(wanted, seen(wanted))
     assert (mismatch.field, mismatch.path, mismatch.wanted, mismatch.hard) == ("mount", "/scratch", "nfs4", False)
 
 
@@ -159,11 +168,11 @@ def test_a_port_that_is_taken(data, kind):
         number = other.getsockname()[1]
         port = {"family": int(socket.AF_INET), "type": int(kind), "address": "127.0.0.1", "number": number}
         wanted = taken(data, ports=[port])
-        (mismatch,) = match.match(wanted, seen(wanted))
+        (mismatch,) = differences(wanted, seen(wanted))
     assert mismatch.field == "port"
     with pytest.raises(PortTaken, match=str(number)):
-        match.require([mismatch])
-    assert match.match(wanted, seen(wanted)) == []
+        require([mismatch])
+    assert differences(wanted, seen(wanted)) == []
 
 
 # -- files
@@ -173,36 +182,49 @@ def test_a_port_that_is_taken(data, kind):
 def test_a_file_that_changed_is_named_with_both_sizes(data, now):
     wanted = taken(data)
     data.write_text(now)
-    (mismatch,) = match.match(wanted, seen(wanted))
+    (mismatch,) = differences(wanted, seen(wanted))
     assert (mismatch.field, mismatch.path) == ("file_changed", str(data))
     assert (mismatch.wanted, mismatch.found) == ("4 bytes", f"{len(now)} bytes")
     with pytest.raises(ChangedFile) as caught:
-        match.require([mismatch])
+        require([mismatch])
     assert caught.value.details["culprit"] == str(data)
-    assert "--accept-changed-files" in caught.value.hint
+    assert "`jupyter gpu-ckpt match 20261120T153012-0c0ffee0-a97839 --accept-changed-files`" in caught.value.hint
 
-    accepted = match.match(wanted, seen(wanted), accept_changed_files=True)
-    match.require(accepted)
+    accepted = differences(wanted, seen(wanted), accept_changed_files=True)
+    require(accepted)
     assert match.accepted_files(accepted) == [str(data)]
 
 
 def test_a_file_that_is_gone_stays_a_refusal(data):
     wanted = taken(data)
     data.unlink()
-    found = match.match(wanted, seen(wanted), accept_changed_files=True)
+    found = differences(wanted, seen(wanted), accept_changed_files=True)
     assert [(mismatch.field, mismatch.path) for mismatch in found] == [("file_missing", str(data))]
     with pytest.raises(MissingFile):
-        match.require(found)
+        require(found)
 
 
-def test_another_mode_can_be_accepted_another_kind_of_file_cannot(data):
-    wanted = taken(data)
+def test_another_mode_is_no_other_content_if_the_file_can_be_opened(data, tmp_path, monkeypatch):
+    hashes = Hashes(tmp_path)
+    wanted = held(data, hashes)
     data.chmod(0o640)
-    assert [mismatch.hard for mismatch in match.match(wanted, seen(wanted))] == [True]
-    assert [mismatch.hard for mismatch in match.match(wanted, seen(wanted), accept_changed_files=True)] == [False]
+    assert compared(wanted, hashes) == [("file_changed", False)]
+    place = data.parent / "place"
+    place.mkdir()
+    directory = held(place)
+    place.chmod(0o700)
+    assert compared(directory) == [("file_changed", False)]
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    for each in (wanted, directory):
+        assert compared(each, hashes) == [("file_changed", True)]
+        assert compared(each, hashes, accept_changed_files=True) == [("file_changed", False)]
+
+
+def test_another_kind_of_file_cannot_be_accepted(data):
+    wanted = taken(data)
     data.unlink()
     data.mkdir()
-    assert any(mismatch.hard for mismatch in match.match(wanted, seen(wanted), accept_changed_files=True))
+    assert any(mismatch.hard for mismatch in differences(wanted, seen(wanted), accept_changed_files=True))
 
 
 def test_a_file_that_is_only_appended_to_may_change(data):
@@ -210,7 +232,7 @@ def test_a_file_that_is_only_appended_to_may_change(data):
     file = {"path": str(data), "size": None, "mode": facts.st_mode, "open": True}  # CRIU asks no size of it
     wanted = match.fingerprint(files=[file], ports=[], criu="4.2.1")
     data.write_text("a,b\nmore\n")
-    (mismatch,) = match.match(wanted, seen(wanted))
+    (mismatch,) = differences(wanted, seen(wanted))
     assert (mismatch.field, mismatch.hard) == ("file_changed", False)
 
 
@@ -245,7 +267,7 @@ def test_a_mapped_file_may_have_grown_but_not_shrunk(data, now, hard):
     file = {"path": str(data), "size": facts.st_size, "mode": facts.st_mode, "open": False}
     wanted = match.fingerprint(files=[file], ports=[], criu="4.2.1")
     data.write_text(now)
-    (mismatch,) = match.match(wanted, seen(wanted), accept_changed_files=True)
+    (mismatch,) = differences(wanted, seen(wanted), accept_changed_files=True)
     assert mismatch.hard is hard
 
 
@@ -259,7 +281,7 @@ def held(path: Path, hashes: Hashes | None = None, **more: Any) -> dict[str, Any
 
 def compared(wanted: dict[str, Any], hashes: Hashes | None = None, **options: Any) -> list[tuple[str, bool]]:
     here = match.inspect_node(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB, hashes=hashes)
-    return [(mismatch.field, mismatch.hard) for mismatch in match.match(wanted, here, **options)]
+    return [(mismatch.field, mismatch.hard) for mismatch in differences(wanted, here, **options)]
 
 
 def changed(path: Path, how: str) -> None:
@@ -293,19 +315,51 @@ def test_other_rights_hide_no_other_content(data, tmp_path):
     assert compared(wanted, hashes, accept_changed_files=True) == [("file_changed", True), ("file_changed", False)]
 
 
-@pytest.mark.parametrize("how", ["in place", "replaced"])
+@pytest.mark.parametrize("how", ["in place", "in place, with its old time", "replaced"])
 def test_without_a_hash_a_file_of_this_machine_goes_by_its_identity(data, how):
     wanted = held(data)
     changed(data, how)
     assert compared(wanted) == [("file_changed", True)]
+    assert compared(wanted, accept_changed_files=True) == [("file_changed", False)]
 
 
-def test_rights_and_names_do_not_make_another_content(data):
-    wanted = held(data)
-    data.rename(data.with_name("aside"))
-    data.with_name("aside").rename(data)
-    data.with_name("link").hardlink_to(data)
-    assert compared(wanted) == []
+def rename(path: Path) -> None:
+    path.rename(path.with_name("aside"))
+    path.with_name("aside").rename(path)
+
+
+def link(path: Path) -> None:
+    path.with_name("link").hardlink_to(path)
+
+
+def keep_access_time(path: Path) -> None:
+    """A backup reads the file and puts its times back."""
+    facts = path.stat()
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+@pytest.mark.parametrize("harmless", [rename, link, keep_access_time])
+@pytest.mark.parametrize("uses", [{}, {"open": False, "code": True}], ids=["data", "program code"])
+def test_names_and_times_do_not_make_another_content_but_that_must_be_proven(data, tmp_path, harmless, uses):
+    hashes = Hashes(tmp_path)
+    hashed, unknown = held(data, hashes, **uses), held(data, **uses)
+    harmless(data)
+    assert compared(hashed, hashes) == []
+    assert compared(unknown, hashes) == [("file_changed", True)]
+    assert compared(unknown, hashes, accept_changed_files=True) == [("file_changed", False)], "its user may know it"
+
+
+def test_a_hash_that_was_made_after_the_checkpoint_counts(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(hashes_module, "_SETTLED", -(10**10))
+    wanted, hashes = held(data), Hashes(tmp_path)
+    hashes.queue([(str(data), wanted["files"][str(data)], False)])
+    hashes.begin()
+    hashes.settle()
+    hashes = Hashes(tmp_path)  # the next server's
+    link(data)
+    assert compared(wanted, hashes) == []
+    changed(data, "in place, with its old time")
+    assert compared(wanted, hashes) == [("file_changed", True)]
 
 
 def renumbered(wanted: dict[str, Any]) -> dict[str, Any]:
@@ -401,7 +455,7 @@ def test_a_named_pipe_in_the_place_of_a_file(tmp_path, accept, size):
     path.unlink()
     os.mkfifo(path)
     here = match.inspect_node(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB, hashes=hashes)
-    (mismatch,) = match.match(wanted, here, accept_changed_files=accept)
+    (mismatch,) = differences(wanted, here, accept_changed_files=accept)
     assert (mismatch.wanted, mismatch.found, mismatch.hard) == ("a file", "a named pipe", True)
 
 
@@ -432,11 +486,11 @@ def test_program_code_is_compared_by_its_build_id(tmp_path, monkeypatch, here):
     copy.write_bytes(content)
     if not here:
         monkeypatch.setattr(node, "machine", lambda: "another")
-    (mismatch,) = match.match(wanted, seen(wanted), accept_changed_files=True)
+    (mismatch,) = differences(wanted, seen(wanted), accept_changed_files=True)
     assert (mismatch.field, mismatch.hard, mismatch.path) == ("file_changed" if here else "build", True, str(copy))
     assert ("other node" in mismatch.advice, "restart the kernel" in mismatch.advice) == (not here, here)
     with pytest.raises(ChangedFile if here else NodeUnfit):
-        match.require([mismatch])
+        require([mismatch])
 
 
 @pytest.mark.parametrize(("machine", "nodes"), [("this one", False), ("another", True)])
@@ -445,7 +499,7 @@ def test_no_advice_speaks_of_nodes_where_there_is_but_one(machine, nodes):
     taken = [{"number": 80, "address": "::1", "problem": "it is in use"}]
     bound = [{"path": "/run/x", "problem": "another process listens there"}]
     now = {"machine": machine, "glibc": "2.0", "packages": {"/lib": {"numpy": "2"}}, "ports": taken, "sockets": bound}
-    advice = [mismatch.advice for mismatch in match.match(old, {**now, "files": {}})]
+    advice = [mismatch.advice for mismatch in differences(old, {**now, "files": {}})]
     assert len(advice) == 4
     assert [each for each in advice if "node" in each] == ([advice[0], advice[-1]] if nodes else [])
 
@@ -465,7 +519,7 @@ def test_the_working_directory_must_be_there(data):
     assert stat.S_ISDIR(wanted["files"][str(data.parent)]["mode"])
     away = data.parent.with_name("elsewhere")
     os.rename(data.parent, away)
-    found = {mismatch.path for mismatch in match.match(wanted, seen(wanted)) if mismatch.field == "file_missing"}
+    found = {mismatch.path for mismatch in differences(wanted, seen(wanted)) if mismatch.field == "file_missing"}
     assert found == {str(data), str(data.parent)}
 
 
@@ -491,4 +545,4 @@ def test_a_unix_socket_that_another_process_has_created_since_is_reported(tmp_pa
         other.bind(str(path))
         assert compared(wanted) == [("socket", True)], "also where it has the inode of the old one"
         with pytest.raises(SocketTaken):
-            match.require(match.match(wanted, match.inspect_node(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB)))
+            require(differences(wanted, match.inspect_node(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB)))

@@ -110,6 +110,23 @@ def test_a_wake_by_a_client_has_events_too(live, kernel_id):
     assert {event["verb"] for event in events if event["schema_id"] == STEP} == {"restore"}
 
 
+def test_a_wake_that_fails_names_the_image_in_its_hint(live, kernel_id, tmp_path):
+    data = tmp_path / "data"
+    data.write_text("before")
+    live.run(kernel_id, f"file = open({str(data)!r})")
+    live.do(kernel_id, "checkpoint")
+    image = live.get(f"gpu-ckpt/kernels/{kernel_id}")["image"]
+    data.write_text("changed")
+    with live.events() as next_event:
+        assert live.do(kernel_id, "restore")["error"]["code"] == "FILE_CHANGED"
+        gather(next_event, until_state="checkpointed")
+        failure = next_event()
+    for hint in (failure["hint"], live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"]["hint"]):
+        assert f"`jupyter gpu-ckpt match {image}`" in hint
+    assert str(data) not in str(failure)
+    live.do(kernel_id, "restore", {"accept_changed_files": True})
+
+
 def test_a_failure_names_code_and_hint_and_what_is_left(live, kernel_id):
     live.run(kernel_id, DAEMON)
     with live.events() as next_event:

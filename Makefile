@@ -56,6 +56,7 @@ endif
 # Into the environment as the wheel would put it there, but linked: what is built next shows at once.
 linked: $(FRONT)/dist/package.json
 	mkdir -p $(VENV)/share/jupyter/labextensions $(VENV)/etc/jupyter/jupyter_server_config.d
+	rm -rf $(VENV)/share/jupyter/labextensions/jupyter-gpu-ckpt
 	ln -sfn $(abspath $(FRONT)/dist) $(VENV)/share/jupyter/labextensions/jupyter-gpu-ckpt
 	ln -sf $(abspath jupyter_gpu_ckpt/server/jupyter_gpu_ckpt.json) $(VENV)/etc/jupyter/jupyter_server_config.d/
 

@@ -1,16 +1,29 @@
-"""The parts of the build that setup.cfg cannot describe: the programs in C, a warning without front end."""
+"""The parts of the build that setup.cfg cannot describe: the programs in C, data files of an editable install.
+
+Without the front end it says so.
+"""
 
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 
 if not (Path(__file__).parent / "labextension" / "dist" / "package.json").is_file():
     print("jupyter_gpu_ckpt: without the JupyterLab front end; `make labextension` builds it.", file=sys.stderr)
 
 NATIVE = "jupyter_gpu_ckpt/cuda/native"
 
+
+class WithData(Distribution):
+    """Installs data files for editing, too: they enable the server extension."""
+
+    def has_data(self) -> bool:
+        """Called from setuptools' editable_wheel, which leaves them out where there is no such method."""
+        return bool(self.has_data_files())
+
+
 setup(
+    distclass=WithData,
     ext_modules=[
         # Not linked to Python: kernels of any environment preload it.  Optional: all else works without a compiler.
         Extension(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from traitlets import Bool, Enum, Unicode
+from traitlets.config.loader import LazyConfigValue
 
 from ..criu import install
 from ..doctor import checks
@@ -30,7 +31,11 @@ class DoctorCommand(ImageCommand):
 
     def run(self) -> Result:
         configured = self.configured
-        self._findings = checks.diagnose(Path(configured.image_dir), fast_path=configured.fast_path)
+        extensions = self.config.get("ServerApp", {}).get("jpserver_extensions", {})
+        if isinstance(extensions, LazyConfigValue):  # changed in place: `c.ServerApp.jpserver_extensions.update(...)`
+            extensions = extensions.get_value({})
+        directory, fast_path = Path(configured.image_dir), configured.fast_path
+        self._findings = checks.diagnose(directory, fast_path=fast_path, extensions=extensions)
         need = cast(Need, self.need)
         return checks.as_json(self._findings), 0 if checks.fit(self._findings, need) else HostError.exit_status
 

@@ -63,11 +63,14 @@ class ListCommand(ImageCommand):
         terminal = self.terminal
         rows: list[list[Part]] = []
         for kernel in document["kernels"]:
-            state = kernel["state"] if kernel["owned"] else "abandoned"
-            style = _STATES.get(state, "yellow")
+            state, style = kernel["state"], _STATES.get(kernel["state"], "yellow")
+            if not kernel["owned"]:
+                state, style = f"{state}, no server", "yellow"
             rows.append([kernel["kernel_id"], (state, style), str(kernel["pid"] or "-"), kernel["image"] or "-"])
         columns = [Column("KERNEL"), Column("STATE"), Column("PID", number=True), Column("IMAGE")]
         terminal.table(columns, rows, otherwise="No kernel of yours runs or sleeps on this host.")
+        if not all(kernel["owned"] for kernel in document["kernels"]):
+            terminal.line("A kernel without a server runs on; the next server that you start attaches to it.")
         terminal.line()
         rows = [
             [

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -57,11 +57,16 @@ class Finding:
 
 
 def diagnose(
-    image_directory: Path | None = None, probes: Probes | None = None, *, fast_path: str = "auto"
+    image_directory: Path | None = None,
+    probes: Probes | None = None,
+    *,
+    fast_path: str = "auto",
+    extensions: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
     """Return every finding about this host, in the order in which to fix them.  Never raises.
 
     ``image_directory``: by default ``$JUPYTER_GPU_CKPT_IMAGES``, or ``gpu-ckpt/images`` in the Jupyter data directory.
+    ``extensions``: the configured ``ServerApp.jpserver_extensions``.
     Takes less than 2 s on a host without a GPU; with one, the start of the CUDA driver is added.
     """
     probes = probes or Probes()
@@ -74,6 +79,7 @@ def diagnose(
         ("image-directory", lambda: _images(probes, directory)),
         ("shared-memory", lambda: _shared_memory(probes)),
         ("ipykernel", lambda: _ipykernel(probes)),
+        ("server-extension", lambda: _server_extension(probes, extensions or {})),
         ("nvidia-driver", lambda: _nvidia(probes, fast_path)),
     )
     findings: list[Finding] = []
@@ -244,6 +250,22 @@ def _ipykernel(probes: Probes) -> Iterable[Finding]:
     except (LookupError, OSError, TimeoutError) as error:
         message = f"The default kernel cannot be used: {error}."
         yield Finding("ipykernel", False, message, f"{shlex.quote(sys.executable)} -m pip install ipykernel", "warning")
+
+
+def _server_extension(probes: Probes, configured: Mapping[str, Any]) -> Iterable[Finding]:
+    check, found = "server-extension", probes.server_extension(configured)
+    if found is None:
+        yield Finding(check, None, "no Jupyter server is installed here")
+    elif not found.enabled:
+        where = " --sys-prefix" if os.access(sys.prefix, os.W_OK) else ""
+        fix = f"jupyter server extension enable jupyter_gpu_ckpt{where}"
+        message = "The server extension is not enabled: Jupyter servers start kernels that cannot be checkpointed."
+        yield Finding(check, False, message, fix, "warning")
+    elif found.problem:
+        fix = f"{shlex.quote(sys.executable)} -m pip install 'jupyter_gpu_ckpt[server]'"
+        yield Finding(check, False, f"The server extension cannot be loaded: {found.problem}.", fix, "warning")
+    else:
+        yield Finding(check, True, "Jupyter servers load the server extension")
 
 
 # -- the GPU ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Seconds; a cold start of a conda environment on a network file system takes many.
 PYTHON_TIMEOUT_S = 30.0
+#: The package of the server extension.
+EXTENSION = "jupyter_gpu_ckpt"
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,37 @@ def default_kernel() -> str:
     return done.out.strip()
 
 
+@dataclass(frozen=True)
+class ServerExtension:
+    """The server extension in this environment: whether servers load it; ``problem``: why it cannot be loaded."""
+
+    enabled: bool
+    problem: str = ""
+
+
+def server_extension(configured: Mapping[str, Any]) -> ServerExtension | None:
+    """Look for the server extension as a Jupyter server does; None where no server is installed.
+
+    ``configured``: ``ServerApp.jpserver_extensions`` of the configuration, which has precedence over the files that
+    ``jupyter server extension enable``, and packages, put into ``jupyter_server_config.d``.
+    """
+    try:
+        from jupyter_core.paths import jupyter_config_path
+        from jupyter_server.extension.config import ExtensionConfigManager
+        from jupyter_server.extension.manager import ExtensionPackage
+    except ImportError:
+        return None
+    manager = ExtensionConfigManager(read_config_path=jupyter_config_path())
+    found = manager.get_jpserver_extensions()  # type: ignore[no-untyped-call]
+    if not {**found, **configured}.get(EXTENSION, False):
+        return ServerExtension(False)
+    try:
+        ExtensionPackage(name=EXTENSION, enabled=True).validate()  # type: ignore[no-untyped-call]
+    except Exception as error:  # whatever the import of what it needs raises
+        return ServerExtension(True, str(error) or type(error).__name__)
+    return ServerExtension(True)
+
+
 def nvidia_driver() -> str | None:
     """Return the version of the kernel-mode driver; ``None`` without one, ``"0"`` if it is unknown."""
     try:
@@ -148,6 +181,7 @@ class Probes:
     criu_check: Callable[[CriuBinary], Check] = install.check
     directory_facts: Callable[[Path], DirectoryFacts] = directory_facts
     default_kernel: Callable[[], str] = default_kernel
+    server_extension: Callable[[Mapping[str, Any]], ServerExtension | None] = server_extension
     nvidia_driver: Callable[[], str | None] = nvidia_driver
     require_cuda: Callable[[], None] = require_cuda
     gpus: Callable[[], list[Gpu]] = gpus

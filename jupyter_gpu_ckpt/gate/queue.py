@@ -47,6 +47,10 @@ class RequestQueue:
         """Return the oldest request that is ``wanted``; it stays in the queue."""
         return next(filter(wanted, self._requests), None)
 
+    def discard(self, request: Request) -> bool:
+        """Remove that one request; False if it is not in the queue any more."""
+        return bool(self.remove(lambda each: each is request))
+
     def remove(self, wanted: Callable[[Request], bool] = lambda _: True) -> list[Request]:
         """Remove and return the requests that are ``wanted``, oldest first."""
         taken: list[Request] = []

@@ -25,7 +25,7 @@ from .pending import PendingRequest, PendingRequests
 from .queue import RequestQueue
 from .readers import Readers
 from .replies import Replies
-from .wake_rules import wakes
+from .wake_rules import UNKNOWN_AFTER, wakes
 from .wire import CONTENT, HEADER, PARENT, Request
 
 #: The iopub message by which the agent requests something of its server; no client ever sees it.
@@ -130,6 +130,8 @@ class Router:
         self._nudge_at: float | None = None
         self._unread = _UNREAD
         self._nudging: Socket | None = None
+        #: Queued requests that are answered without the kernel if it is not back in time (monotonic seconds).
+        self._impatient: deque[tuple[float, Request]] = deque()
         self._beats: deque[list[bytes]] = deque(maxlen=64)  # forwarded, not yet back
 
     @property
@@ -179,7 +181,8 @@ class Router:
 
     def _next_time(self) -> float | None:
         prompt = self._prompt.deadline if self._prompt else None
-        times = (self._internal.next_time(), self._drain.next_time(), self.readers.next_time(), prompt, self._nudge_at)
+        times = [self._internal.next_time(), self._drain.next_time(), self.readers.next_time(), prompt, self._nudge_at]
+        times.append(self._impatient[0][0] if self._impatient else None)
         return min((at for at in times if at is not None), default=None)
 
     def _tick(self, now: float) -> None:
@@ -188,6 +191,10 @@ class Router:
         self._drain.tick(now)
         if self._prompt is not None and now >= self._prompt.deadline:
             self.cancel_prompt()
+        while self._impatient and now >= self._impatient[0][0]:
+            _, late = self._impatient.popleft()
+            if self.queue.discard(late):
+                self.replies.answer(late, {"status": "unknown"})
         if self._nudge_at is not None and now >= self._nudge_at:
             self._nudge(now)
         if self.readers.late:
@@ -486,8 +493,11 @@ class Router:
                 self.replies.idle()
         elif not self.queue.append(request):
             self.replies.refused(request)
-        elif self.state is GateState.ASLEEP and wakes(request):
-            self._wake(kind)
+        else:
+            if kind == "is_complete_request":
+                self._impatient.append((time.monotonic() + UNKNOWN_AFTER, request))
+            if self.state is GateState.ASLEEP and wakes(request):
+                self._wake(kind)
 
     def _forward(self, request: Request) -> None:
         # A client's identity stays in front: the kernel returns it, and the front ROUTER finds the client by it.

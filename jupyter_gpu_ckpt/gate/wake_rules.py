@@ -15,8 +15,13 @@ if TYPE_CHECKING:
     from .wire import Request
 
 #: ``execute_request`` wakes also when it is silent: the front end needs the answer all the same.  ``comm_open`` and
-#: ``comm_msg`` are a moved slider.  ``comm_close`` is missing on purpose: closing a page sends it.
-WAKE_TYPES = frozenset({"execute_request", "comm_open", "comm_msg", "input_reply"})
+#: ``comm_msg`` are a moved slider.  ``comm_close`` is missing on purpose: closing a page sends it.  A console sends
+#: ``is_complete_request`` at the end of a line, to run it if it is (`UNKNOWN_AFTER`).
+WAKE_TYPES = frozenset({"execute_request", "comm_open", "comm_msg", "input_reply", "is_complete_request"})
+
+#: Seconds after which it is answered that nobody knows whether a line is complete, if the kernel is not back by then: a
+#: console then runs the line.  jupyter_console waits for a second, and without an answer never asks again.
+UNKNOWN_AFTER = 0.7
 
 #: A page with widgets opens a comm of this target by itself and requests the states of all widgets (ipywidgets).  It
 #: continues without an answer after some seconds.

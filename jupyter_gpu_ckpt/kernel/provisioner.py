@@ -468,8 +468,10 @@ class GpuCkptProvisioner(LocalProvisioner):
     async def shutdown_requested(self, restart: bool = False) -> None:
         """Called after the shutdown request was sent; a sleeping kernel cannot act on it, so it is ended here."""
         self._unwanted = True
-        if self.lifecycle is not None and not self._host.reachable:
-            await asyncio.to_thread(self.lifecycle.terminate)
+        if self.lifecycle is not None:
+            self.lifecycle.kernel.end_requested = True
+            if not self._host.reachable:
+                await asyncio.to_thread(self.lifecycle.terminate)
 
     async def cleanup(self, restart: bool = False) -> None:
         """Called after the kernel is gone.  A restart drops the image, or the old state would come back."""

@@ -108,6 +108,11 @@ class Home:
         return (f"{self.inner_dir}/", *([f"{self.sockets}-"] if self.sockets else []))
 
 
+#: Of a verb of a kernel that is ended meanwhile.
+ENDED = "The kernel was ended by its owner (a restart or a shutdown) meanwhile."
+REQUESTED = "That was requested: nothing is to be done. A restarted kernel begins without its variables."
+
+
 class Reason(enum.IntEnum):
     """Reason to stop a verb; a higher one includes the lower ones."""
 
@@ -150,7 +155,7 @@ class Cancellation:
     def check(self, reason: Reason = Reason.DETACH) -> None:
         """Raise `KernelLost` if the kernel is ended, `CriuError` for another reason not below ``reason``."""
         if self.reason is Reason.END:
-            raise KernelLost("The kernel was ended by its owner (a restart or a shutdown) meanwhile.")
+            raise KernelLost(ENDED, hint=REQUESTED)
         if self.reason >= reason:
             raise CriuError("Cancelled: the server detaches from the kernel.")
 
@@ -199,6 +204,8 @@ class KernelState:
     #: The image of a kernel that died just after it was restored from it: deleted on request only.
     kept_image: Image | None = None
     exit_status: int | None = None
+    #: Whether its owner has sent it the request to end, which it follows by itself.
+    end_requested: bool = False
     saved: Saved = field(default_factory=Saved)
     #: Device files that forked children have of processes with CUDA state, by host pid; known from the last suspend.
     inherited: dict[int, list[str]] = field(default_factory=dict)
@@ -218,6 +225,11 @@ class KernelState:
     refused_checkpoint: UnsupportedCuda | None = None
     #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).
     supersedes_images: bool = False
+
+    @property
+    def is_being_ended(self) -> bool:
+        """Return whether its owner ends the kernel: by its own request, or now."""
+        return self.end_requested or self.cancellation.reason is Reason.END
 
     def require_capsule(self) -> Capsule:
         """Return the capsule.  Raises `CapsuleGone` if there is none."""

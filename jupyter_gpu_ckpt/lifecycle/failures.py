@@ -6,7 +6,7 @@ import copy
 
 from .. import errors
 from ..errors import GpuCkptError, ImageNotFound, KernelLost
-from .context import KernelState, Reason
+from .context import ENDED, REQUESTED, KernelState, Reason
 from .plans import State, Step
 
 #: The steps of a wake from an image in which a process can be killed, or not answer, by chance.
@@ -45,12 +45,13 @@ def final_error(kernel: KernelState, error: Exception) -> GpuCkptError:
     """Return a copy of a step's error with what is left behind after the undo."""
     error = copy.copy(GpuCkptError.from_exception(error))
     cause = {} if isinstance(error, KernelLost) else {"cause": error.code}
-    if kernel.machine.state is State.DEAD:
+    is_dead = kernel.machine.state is State.DEAD
+    if kernel.cancellation.reason is Reason.END or (is_dead and kernel.end_requested):
+        # `terminate` closed the capsule during the step: that step's own error would mislead.
+        error = KernelLost(ENDED, hint=REQUESTED, **cause)
+    elif is_dead:
         status = kernel.exit_status
         error = KernelLost(f"The kernel's process ended (status {status}).", status=status, **cause)
-    elif kernel.cancellation.reason is Reason.END:
-        # `terminate` closed the capsule during the step: that step's own error would mislead.
-        error = KernelLost("The kernel was ended by its owner (a restart or a shutdown) meanwhile.", **cause)
     error.left = what_is_left(kernel)
     if image := kernel.image or kernel.kept_image:
         error.details = {"image": image.id, **error.details}

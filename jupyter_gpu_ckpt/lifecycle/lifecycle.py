@@ -73,7 +73,7 @@ class Lifecycle:
             except BaseException:
                 capsule.close()
                 raise
-            self.kernel.capsule, self.kernel.exit_status = capsule, None
+            self.kernel.capsule, self.kernel.exit_status, self.kernel.end_requested = capsule, None, False
             self.kernel.saved, self.kernel.restored_on_gpu = Saved(), False
             self.kernel.lasting_refusal = self.kernel.refused_checkpoint = None
             advance(self.kernel, plans.ProcessEvent.LAUNCHED)

@@ -21,6 +21,7 @@ from traitlets.config import Config
 
 from .._version import __version__
 from ..doctor import checks
+from ..doctor.probes import EXTENSION
 from ..errors import GpuCkptError, StateError
 from ..image.store import Image, Store
 from ..kernel.orphans import Orphan, find_orphan
@@ -256,7 +257,8 @@ class GpuCkptApp(ExtensionApp):
         directory = self.store.named
         async with self._diagnosing:
             if self._diagnosis is None or time.monotonic() - self._diagnosis[0] > _DIAGNOSIS_LIFETIME:
-                found = await asyncio.to_thread(checks.diagnose, directory, fast_path=self._fast_path)
+                options: dict[str, Any] = {"fast_path": self._fast_path, "extensions": {EXTENSION: True}}
+                found = await asyncio.to_thread(checks.diagnose, directory, **options)
                 self._diagnosis = time.monotonic(), checks.as_json(found)
         return {
             "version": __version__,

@@ -279,7 +279,8 @@ class MonitoredKernel:
         sizes = self._measure(lifecycle) if measure and state in VERBS and lifecycle else Sizes()
         image = lifecycle.image if lifecycle else None
         saved = SwappedOut(image.manifest.created, image.manifest.device_bytes) if image else None
-        self._post(lambda: self._process_state(state, at, sizes, image.id if image else None, saved))
+        requested = lifecycle is not None and lifecycle.kernel.is_being_ended
+        self._post(lambda: self._process_state(state, at, sizes, image.id if image else None, saved, requested))
 
     def _measure(self, lifecycle: Lifecycle) -> Sizes:
         """Measure the bytes that a verb which begins will move."""
@@ -301,8 +302,15 @@ class MonitoredKernel:
     # -- on the event loop
 
     def _process_state(
-        self, state: State, at: float, sizes: Sizes, image: str | None, saved: SwappedOut | None
+        self,
+        state: State,
+        at: float,
+        sizes: Sizes,
+        image: str | None,
+        saved: SwappedOut | None,
+        requested: bool = False,
     ) -> None:
+        """Take note of a new state.  ``requested``: the kernel is being ended, by a restart or a shutdown."""
         previous, began, progress = self.state, self.since, self.progress
         if state is previous:
             return
@@ -323,6 +331,8 @@ class MonitoredKernel:
         if progress is not None and state not in VERBS and previous in VERBS:
             code = self._settle(progress.plan, VERBS[previous], state, at, image)
         device = sum((self.swapped_out.device if self.swapped_out else self._sizes.device).values())
+        if requested or previous is State.DEAD:  # that is no failure; and a restarted kernel has none of the last one
+            self.failure, code = None, "KERNEL_LOST" if code is not None else None
         change = Changed(self.kernel_id, state, previous, at, max(0.0, at - began), image, device, code)
         self.monitor.notify(lambda listener: listener.changed(change))
         if code is not None and (failure := self.failure) is not None:

@@ -18,6 +18,8 @@ import pytest
 from harness import alive, descendants, until
 
 from jupyter_gpu_ckpt import __version__
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.kernel.registry import Registration
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -275,6 +277,26 @@ async def test_nothing_survives_the_death_of_the_owner_and_the_next_start_tidies
     status, error = site.error("rm", image)
     assert (status, error["code"]) == (66, "IMAGE_BUSY"), "the next server would attach it"
     assert set(site.json("rm", "--force", image)["removed"]) == {image}
+
+
+def test_a_kernel_that_runs_without_a_server_is_listed_as_that(site: Site):
+    """Its server has stopped, and it could not be checkpointed."""
+    directory = site.base / "kernel"
+    directory.mkdir(mode=0o700, parents=True)
+    site.base.chmod(0o700)
+    with Capsule.create(directory) as capsule:
+        capsule.spawn(["sleep", "1000"], {"PATH": os.defpath}, "/")
+        registration = Registration(directory)
+        registration.write(kernel_id="0c0ffee0", kernel_name="python3", state="running", pid=7, image=None)
+        capsule.outlive()
+        registration.release()
+        capsule.detach()
+        text = site.command("list").stdout.splitlines()
+        (kernel,) = site.json("list")["kernels"]
+        Capsule.attach(directory).close()
+    assert [word.strip() for word in text[1].split("  ") if word] == ["0c0ffee0", "running, no server", "7", "-"]
+    assert text[2] == "A kernel without a server runs on; the next server that you start attaches to it."
+    assert (kernel["state"], kernel["owned"]) == ("running", False)
 
 
 SIDE_BY_SIDE = """

@@ -224,11 +224,27 @@ def test_the_traits_that_commands_read_are_the_provisioners():
 
 def test_the_doctor_reports_the_configured_fast_path(run, configuration, monkeypatch):
     given = []
-    monkeypatch.setattr(checks, "diagnose", lambda _, *, fast_path: given.append(fast_path) or [])
+    monkeypatch.setattr(checks, "diagnose", lambda _, *, fast_path, extensions: given.append(fast_path) or [])
     run("doctor")
     (configuration / "jupyter_config.py").write_text("c.GpuCkptProvisioner.fast_path = 'off'\n")
     run("doctor")
     assert given == ["auto", "off"]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", {}),
+        ("c.ServerApp.jpserver_extensions = {'jupyter_gpu_ckpt': True}", {"jupyter_gpu_ckpt": True}),
+        ("c.ServerApp.jpserver_extensions.update({'jupyter_gpu_ckpt': False})", {"jupyter_gpu_ckpt": False}),
+    ],
+)
+def test_the_doctor_knows_the_extensions_that_the_configuration_names(run, configuration, monkeypatch, line, expected):
+    given = []
+    monkeypatch.setattr(checks, "diagnose", lambda _, *, fast_path, extensions: given.append(extensions) or [])
+    (configuration / "jupyter_server_config.py").write_text(f"{line}\n")
+    run("doctor")
+    assert given == [expected]
 
 
 def test_the_computed_defaults_are_the_provisioners(configuration):

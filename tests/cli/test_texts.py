@@ -137,7 +137,7 @@ def test_every_text(transcript, run, configuration, tmp_path, monkeypatch):
     transcript("pull", str(depot))
     transcript("keys")
 
-    monkeypatch.setattr(checks, "diagnose", lambda directory, fast_path: FINDINGS)
+    monkeypatch.setattr(checks, "diagnose", lambda directory, **options: FINDINGS)
     transcript("doctor")
     monkeypatch.setattr(demo, "quickstart", lambda: tmp_path / "demo.ipynb")
     (tmp_path / "demo.ipynb").write_text('{"cells": []}')

@@ -100,15 +100,23 @@ def test_questions_that_do_not_wake_are_answered_by_the_kernel_once_it_is_awake(
     client = blocking.connect()
     printed(client, "unmistakable_name = 1")
     blocking.checkpoint()
-    asked = [client.complete("unmistakable_na"), client.is_complete("for i in x:"), client.history(n=1)]
+    asked = [client.complete("unmistakable_na"), client.history(n=1)]
     assert drained(client.get_shell_msg) == []
     assert blocking.state == "checkpointed"
     last = client.execute("print(unmistakable_name)")
-    answers = {answer["parent_header"]["msg_id"]: answer["content"] for answer in replies(client, 4)}
+    answers = {answer["parent_header"]["msg_id"]: answer["content"] for answer in replies(client, 3)}
     assert list(answers) == [*asked, last]
     assert answers[asked[0]]["matches"] == ["unmistakable_name"]
-    assert answers[asked[1]]["status"] == "incomplete"
     assert answers[last]["status"] == "ok"
+
+
+def test_the_end_of_a_line_in_a_console_wakes_the_kernel(blocking: Blocking):
+    client = blocking.connect()
+    blocking.checkpoint()
+    client.is_complete("for i in x:")
+    (answer,) = replies(client, 1)
+    assert answer["content"] == {"status": "incomplete", "indent": "    "}
+    assert blocking.settled("running") is None
 
 
 def test_a_wake_that_fails_answers_with_the_code_and_the_hint_and_the_next_try_works(blocking: Blocking):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,22 +21,25 @@ LISTENING = "--ZMQTerminalInteractiveShell.include_other_output=True"
 
 
 class Console:
-    """A console with its simple prompt, and no echo: what comes back is what it shows."""
+    """A console; with its ``simple`` prompt and without echo, what comes back is what it shows."""
 
-    def __init__(self, connection_file: str, directory: Path) -> None:
+    def __init__(self, connection_file: str, directory: Path, *, simple: bool = True) -> None:
+        options = ["--no-confirm-exit", LISTENING, *(["--simple-prompt"] if simple else [])]
+        settings = {"TERM": "dumb" if simple else "xterm", "NO_COLOR": "1", "PROMPT_TOOLKIT_NO_CPR": "1"}
         self.terminal = pexpect.spawn(
             sys.executable,
-            ["-m", "jupyter_console", "--existing", connection_file, "--simple-prompt", "--no-confirm-exit", LISTENING],
-            env=dict(environment(directory), TERM="dumb", NO_COLOR="1"),
+            ["-m", "jupyter_console", "--existing", connection_file, *options],
+            env=environment(directory) | settings,
             encoding="utf-8",
             echo=False,
             timeout=60,
         )
+        self.enter = "\n" if simple else "\r"
         self.terminal.expect_exact("In [")
 
     def shows(self, line: str, expected: str) -> None:
         """Enter ``line`` and wait for ``expected``, which may come before the next prompt or after it."""
-        self.terminal.sendline(line)
+        self.terminal.send(line + self.enter)
         self.terminal.expect_exact(expected)
 
     def quit(self) -> None:
@@ -99,3 +103,24 @@ def test_connecting_to_a_sleeping_kernel_does_not_wake_it_and_the_first_line_doe
     assert image.path.exists()
     console.shows("x += 1; print(x)", "42")
     blocking.settled("running")
+
+
+def test_the_lines_of_a_console_with_its_own_prompt_run_each_at_one_enter(
+    blocking: Blocking, consoles: list[Console], tmp_path: Path
+):
+    """Lines are run where the kernel says in a second that they are complete; else the console never asks again."""
+    console = Console(blocking.manager.connection_file, tmp_path, simple=False)
+    consoles.append(console)
+    console.terminal.logfile_read = shown = io.StringIO()
+    console.shows("x = 40; print('got', x)", "got 40")
+    for expected in ("got 41", "got 42"):
+        blocking.checkpoint()
+        console.shows("x += 1; print('got', x)", expected)
+        blocking.settled("running")
+    blocking.checkpoint()
+    console.shows("for n in range(3):", "...: ")
+    console.shows("print('n is', n)", "...: ")
+    console.shows("", "n is 2")
+    blocking.checkpoint()
+    console.shows("print('and', x)", "and 42")
+    assert "did not respond" not in shown.getvalue()

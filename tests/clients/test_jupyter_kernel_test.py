@@ -21,7 +21,7 @@ from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 pytestmark = pytest.mark.timeout(180)  # some of the suite's own waits have no deadline
 
 #: Tests whose first message is a question: it may not wake the kernel, so the test brings it back itself.
-ASKING = {"test_completion", "test_inspect", "test_is_complete"}
+ASKING = {"test_completion", "test_inspect"}
 #: The one question that is answered for a kernel that sleeps.
 ANSWERED_ASLEEP = "test_kernel_info"
 

@@ -16,7 +16,7 @@ from jupyter_gpu_ckpt.criu.install import Check, CriuBinary
 from jupyter_gpu_ckpt.cuda.fastpath import Preload
 from jupyter_gpu_ckpt.doctor import checks
 from jupyter_gpu_ckpt.doctor.checks import Finding, diagnose, fit, reason
-from jupyter_gpu_ckpt.doctor.probes import DirectoryFacts, Probes
+from jupyter_gpu_ckpt.doctor.probes import DirectoryFacts, Probes, ServerExtension
 from jupyter_gpu_ckpt.errors import CriuMissing, CudaError, CudaUnavailable
 
 PERMITTED = ("user", "map", "mount", "time", "pid", "proc", "ns_last_pid", "set_tid", "ptrace")
@@ -45,6 +45,7 @@ FIT = Probes(
     criu_check=lambda binary: Check(True, "Looks good"),
     directory_facts=lambda path: DirectoryFacts(path, 100 << 30, "ext4"),
     default_kernel=lambda: "7.4.0",
+    server_extension=lambda configured: ServerExtension(True),
     nvidia_driver=lambda: "580.159.04",
     require_cuda=lambda: None,
     gpus=lambda: [FakeGpu(0)],
@@ -130,6 +131,14 @@ FAULTS = {
     "unfit criu named": (
         replace(FIT, criu=raiser(CriuMissing("Bad.", named="/x"))),
         "criu", "error", "cpu", "Bad.", "unset JUPYTER_GPU_CKPT_CRIU",
+    ),
+    "server extension not enabled": (
+        replace(FIT, server_extension=lambda configured: ServerExtension(False)),
+        "server-extension", "warning", "cpu", "is not enabled", "jupyter server extension enable jupyter_gpu_ckpt",
+    ),
+    "server extension without what it needs": (
+        replace(FIT, server_extension=lambda configured: ServerExtension(True, "No module named 'jupyter_events'")),
+        "server-extension", "warning", "cpu", "No module named 'jupyter_events'", "'jupyter_gpu_ckpt[server]'",
     ),
     "criu check": (
         replace(FIT, criu_check=lambda binary: Check(False, "no luck")), "criu-check", "warning", "cpu", "no luck", ""

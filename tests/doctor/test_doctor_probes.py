@@ -1,6 +1,10 @@
 """The probes of a host, each on the real one."""
 
 import json
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -75,3 +79,57 @@ def test_a_driver_that_cannot_checkpoint_is_one(driver, monkeypatch):
     monkeypatch.setattr(driver, "_cuda_open", unavailable)
     with pytest.raises(CudaUnavailable):
         probes.require_cuda()
+
+
+@pytest.fixture
+def no_configuration(monkeypatch, tmp_path):
+    """A directory for the only files of configuration that Jupyter finds."""
+    monkeypatch.setattr("jupyter_core.paths.jupyter_config_path", lambda: [str(tmp_path)])
+    return tmp_path / "jupyter_server_config.d"
+
+
+def enable(directory, enabled):
+    directory.mkdir()
+    content = {"ServerApp": {"jpserver_extensions": {"jupyter_gpu_ckpt": enabled}}}
+    (directory / "jupyter_gpu_ckpt.json").write_text(json.dumps(content))
+
+
+def test_a_server_extension_that_nothing_enables(no_configuration):
+    assert probes.server_extension({}) == probes.ServerExtension(False)
+    assert probes.server_extension({"jupyter_gpu_ckpt": True}) == probes.ServerExtension(True)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_server_extension_as_a_file_and_the_configuration_have_it(no_configuration, enabled):
+    enable(no_configuration, enabled)
+    assert probes.server_extension({}) == probes.ServerExtension(enabled)
+    assert probes.server_extension({"jupyter_gpu_ckpt": not enabled}) == probes.ServerExtension(not enabled)
+
+
+def test_a_server_extension_that_cannot_be_loaded(no_configuration, monkeypatch):
+    enable(no_configuration, True)
+    monkeypatch.setitem(sys.modules, "jupyter_gpu_ckpt.server.app", None)
+    found = probes.server_extension({})
+    assert found.enabled and "jupyter_gpu_ckpt.server.app" in found.problem
+
+
+def test_no_server_no_server_extension(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jupyter_server.extension.config", None)
+    assert probes.server_extension({}) is None
+
+
+def test_an_editable_install_enables_the_server_extension(tmp_path):
+    """Setuptools leaves data files out of it by itself."""
+    source, repository = tmp_path / "source", Path(__file__).parents[2]
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        source.mkdir(exist_ok=True)
+        shutil.copy(repository / name, source)
+    for name in ("jupyter_gpu_ckpt", "notebooks"):
+        shutil.copytree(repository / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    code = f"from setuptools import build_meta; print('made', build_meta.build_editable({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+        (path,) = (name for name in wheel.namelist() if name.endswith("jupyter_server_config.d/jupyter_gpu_ckpt.json"))
+        assert path.split(".data/")[1].startswith("data/etc/jupyter/")
+        assert json.loads(wheel.read(path))["ServerApp"]["jpserver_extensions"] == {"jupyter_gpu_ckpt": True}

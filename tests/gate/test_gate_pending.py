@@ -137,7 +137,7 @@ def test_the_queue_takes_execute_requests_longer_and_refuses_those_behind_a_refu
 def test_looking_at_a_notebook_wakes_nothing() -> None:
     kinds = REPLIED_TYPES | {"comm_open", "comm_msg", "comm_close", "input_reply"}
     woken = {kind for kind in kinds if wakes(request("1", kind))}
-    assert woken == {"execute_request", "comm_open", "comm_msg", "input_reply"}
+    assert woken == {"execute_request", "comm_open", "comm_msg", "input_reply", "is_complete_request"}
 
 
 @pytest.mark.parametrize(

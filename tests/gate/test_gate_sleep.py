@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from queue import Empty
 
@@ -13,7 +14,7 @@ from jupyter_client import BlockingKernelClient
 from waiting import until
 
 from jupyter_gpu_ckpt.errors import GateError, GpuFull, KernelBusy, KernelSilent
-from jupyter_gpu_ckpt.gate import queue, wire
+from jupyter_gpu_ckpt.gate import queue, wake_rules, wire
 from jupyter_gpu_ckpt.gate.replies import IDLE_TYPE
 
 
@@ -181,13 +182,37 @@ def test_a_cell_wakes_the_kernel_once_and_is_run_after(up: World) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "channel"),
-    [("comm_open", "shell"), ("comm_msg", "shell"), ("input_reply", "stdin"), ("execute_request", "shell")],
+    [("comm_open", "shell"), ("comm_msg", "shell"), ("input_reply", "stdin"), ("execute_request", "shell")]
+    + [("is_complete_request", "shell")],
 )
 def test_the_allow_list_wakes(up: World, kind: str, channel: str) -> None:
     client = up.client()
     up.to_sleep()
     send(client, kind, {"silent": True, "code": ""}, channel)
     until(lambda: up.woken == [kind], "the wake")
+
+
+def test_whether_a_line_is_complete_is_unknown_where_the_kernel_is_not_back_in_time(up: World) -> None:
+    client = up.client()
+    up.to_sleep()
+    begun = time.monotonic()
+    assert reply(client, client.is_complete("for n in x:"))["content"] == {"status": "unknown"}
+    assert wake_rules.UNKNOWN_AFTER <= time.monotonic() - begun < 1, "jupyter_console waits for a second"
+    assert (up.woken, up.gate.queued) == (["is_complete_request"], 0)
+    up.wake()
+    assert reply(client, client.is_complete("for n in x:"))["content"]["status"] == "incomplete"
+    nothing(client)
+
+
+def test_whether_a_line_is_complete_says_the_kernel_that_is_back_in_time(up: World) -> None:
+    client = up.client()
+    up.to_sleep()
+    line = client.is_complete("for n in x:")
+    until(lambda: up.woken == ["is_complete_request"], "the wake")
+    up.wake()
+    assert reply(client, line)["content"]["status"] == "incomplete"
+    time.sleep(wake_rules.UNKNOWN_AFTER)
+    nothing(client)
 
 
 def test_looking_does_not_wake_and_is_answered_after(up: World) -> None:

@@ -147,7 +147,7 @@ def hub(cluster: Cluster, user: User, place: Path, criu: str, *, placement: bool
     cluster.head.run("cp", own / "sudoers", "/etc/sudoers.d/jupyterhub")
     enabled = own / "etc" / "jupyter_server_config.d"
     enabled.mkdir(parents=True)
-    # As the wheel enables the extension; what is installed to be edited has no data files.
+    # As the wheel enables the extension, whatever the environment that runs the tests has enabled.
     shutil.copy(Path(server.__file__).with_name("jupyter_gpu_ckpt.json"), enabled)
     environment = {
         "PATH": f"{BIN}:{os.defpath}",

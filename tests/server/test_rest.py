@@ -291,6 +291,22 @@ def test_a_verb_that_waits_is_not_done_to_the_kernel_that_comes_after_a_restart(
     assert live.get(f"gpu-ckpt/kernels/{kernel_id}")["state"] == "running"
 
 
+@pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
+def test_a_restart_during_a_verb_works_and_is_not_called_a_failure(live, kernel_id, verb):
+    live.run(kernel_id, "gone = bytes(1 << 29)")
+    job = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/{verb}").json()
+    assert live.ask("POST", f"api/kernels/{kernel_id}/restart").ok
+    ended = live.ended(job["id"])
+    if ended["status"] != "done":  # it was through before
+        error = ended["error"]
+        assert (error["code"], error["left"]) == ("KERNEL_LOST", "the kernel is gone")
+        assert error["message"] == "The kernel was ended by its owner (a restart or a shutdown) meanwhile."
+        assert error["hint"].startswith("That was requested")
+    assert live.run(kernel_id, "print('gone' in globals())") == "False"
+    document = live.get(f"gpu-ckpt/kernels/{kernel_id}")
+    assert (document["state"], document["failure"]) == ("running", None)
+
+
 def test_a_refused_checkpoint_says_why_and_what_is_left(live, kernel_id):
     live.run(kernel_id, DAEMON)
     findings = live.get(f"gpu-ckpt/kernels/{kernel_id}/preflight")

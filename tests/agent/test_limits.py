@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from harness import CellFailed, until
-from limits import FILES, LIMITS, NAMES, ordinary_users
+from kernel_limits import FILES, LIMITS, NAMES, ordinary_users
 
 from jupyter_gpu_ckpt.agent import messages, server_channel
 from jupyter_gpu_ckpt.errors import LimitReached

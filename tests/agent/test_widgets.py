@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from harness import DAEMON, END_DAEMON, until
-from limits import LIMITS, ordinary_users
+from kernel_limits import LIMITS, ordinary_users
 
 pytest.importorskip("ipywidgets", reason="ipywidgets is missing: pip install ipywidgets")
 

@@ -24,7 +24,7 @@ sys.path.insert(0, sys.argv[1])
 group, place, base = map(Path, sys.argv[2:])
 (group / "cgroup.procs").write_text(str(os.getpid()))
 from harness import notebook, until
-from limits import FILES, LIMITS
+from kernel_limits import FILES, LIMITS
 
 async def limited(free, act):
     (group / "pids.max").write_text(str(int((group / "pids.current").read_text()) + free))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import waiting
 from harness import CellFailed
-from limits import LIMITS
+from kernel_limits import LIMITS
 
 from jupyter_gpu_ckpt.errors import GpuCkptError
 from jupyter_gpu_ckpt.process import descriptors

@@ -122,7 +122,7 @@ def test_a_wake_that_fails_names_the_image_in_its_hint(live, kernel_id, tmp_path
         gather(next_event, until_state="checkpointed")
         failure = next_event()
     for hint in (failure["hint"], live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"]["hint"]):
-        assert f"`jupyter gpu-ckpt match {image}`" in hint
+        assert f"`jupyter gpu-ckpt match {image}" in hint
     assert str(data) not in str(failure)
     live.do(kernel_id, "restore", {"accept_changed_files": True})
 

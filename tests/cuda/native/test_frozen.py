@@ -19,12 +19,15 @@ from jupyter_gpu_ckpt.testing.fake_cuda import LOCKED, RUNNING
 
 #: A thread that nearly always sleeps with a lock which the library's calls need.
 HOLDS = """
-holds, released = threading.Event(), threading.Event()
+holds, begun, released = threading.Event(), threading.Event(), threading.Event()
 holds.set()
 def hold():
-    while holds.is_set(): ctypes.CDLL("libcuda.so.1").double_hold(200_000)
+    driver = ctypes.CDLL("libcuda.so.1")
+    begun.set()
+    while holds.is_set(): driver.double_hold(2_000_000)
     released.set()
 threading.Thread(target=hold, daemon=True).start()
+begun.wait(), time.sleep(0.2)
 """
 
 

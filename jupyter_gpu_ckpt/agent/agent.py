@@ -108,7 +108,7 @@ class Agent:
                     raise RuntimeError("send this request to the main shell, not to a subshell")
                 frames = reply({"status": "ok", "report": act(parent["content"])})
             except BaseException as error:  # also KeyboardInterrupt: the caller waits for a reply
-                if verb == "quiesce":  # and could not be told what was done
+                if verb == "quiesce":  # and got no report of what was done
                     self._undo_quiesce([])
                 frames = reply(
                     {

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 
 from .. import errors
-from ..errors import GpuCkptError
 from ..trace import notify
 from . import dump, plans, restore, resume, suspend
 from .context import Attempt, KernelState, PartlyDone, Reason
@@ -100,7 +99,7 @@ def _run(attempt: Attempt, step: Step) -> tuple[Exception | None, bool]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as foreign:  # a library may raise others: PyO3's PanicException, where Rust gets no thread
-        error = foreign if isinstance(foreign, Exception) else GpuCkptError.from_exception(foreign)
+        error = foreign if isinstance(foreign, Exception) else errors.GpuCkptError.from_exception(foreign)
         if isinstance(error, errors.CudaError):  # the kernel's end, found later, would hide what the driver said
             _log.warning("Kernel %s: step %s: %s", kernel.home.kernel_id, step.value, error)
         return error, done

@@ -452,7 +452,7 @@ def announcing(
 
 
 def _set_receive_buffer(sock: socket.socket, size: int) -> None:
-    """Set a receive buffer to a size as Linux shows it, twice of what it is told."""
+    """Set a receive buffer to a size as Linux shows it, which is twice what setsockopt(2) takes."""
     try:
         sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, size // 2)
     except PermissionError:

@@ -38,11 +38,11 @@ async def limited(free, act):
 
 async def main():
     async with notebook(place, base) as kernel:
-        async def told():
+        async def status():
             await kernel.run("%gpu_checkpoint --status")
         await kernel.run(f"x = 5\\n{LIMITS}{FILES}")
         for free in (0, 1, 2, 3, 5, 7, 9, 11, 14, 20):
-            for name, act in (("status", told), ("checkpoint", kernel.provisioner.checkpoint)):
+            for name, act in (("status", status), ("checkpoint", kernel.provisioner.checkpoint)):
                 error = await limited(free, act)
                 print(json.dumps([name, free, error, await kernel.run("print(x)"), kernel.state]))
                 await kernel.settled("running")

@@ -106,7 +106,7 @@ async def has_read(subject) -> Path:
 
 
 async def goes_on(subject, path: Path, rows: int) -> None:
-    """Kernel and others see the same, whoever writes, and the database is intact."""
+    """Kernel and others see the same after each write of either, and the database is intact."""
     wanted = [rows, rows + 39]
     assert await subject.run("print(check(), *[total(each) for each in range(len(connections))])") == " ".join(
         [str(tuple(wanted))] * (1 + int(await subject.run("print(len(connections))")))

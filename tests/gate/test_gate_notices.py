@@ -35,7 +35,7 @@ def test_it_outlives_the_gate(up: World) -> None:
     assert up.gate.identity["notices"] == []
 
 
-def test_a_cell_that_waits_is_told_at_once(up: World) -> None:
+def test_a_text_for_the_cell_that_waits_is_shown_at_once(up: World) -> None:
     client = up.client()
     up.gate.tell("nobody waits: nobody hears of it")
     up.to_sleep()
@@ -44,9 +44,9 @@ def test_a_cell_that_waits_is_told_at_once(up: World) -> None:
     until(lambda: up.woken, "the cell woke the kernel")
     until(lambda: up.gate.queued == 2, "both wait")
     up.gate.tell("it waits for a port")
-    told = client.get_iopub_msg(timeout=DEADLINE)
-    while told["msg_type"] != "stream":
-        told = client.get_iopub_msg(timeout=DEADLINE)
-    assert (told["content"]["text"], told["parent_header"]["msg_id"]) == ("it waits for a port\n", cell)
+    shown = client.get_iopub_msg(timeout=DEADLINE)
+    while shown["msg_type"] != "stream":
+        shown = client.get_iopub_msg(timeout=DEADLINE)
+    assert (shown["content"]["text"], shown["parent_header"]["msg_id"]) == ("it waits for a port\n", cell)
     up.wake()
     assert printed(outputs(client, cell)) == ["ran\n"]

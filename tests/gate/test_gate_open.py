@@ -108,8 +108,14 @@ def test_a_new_subscriber_is_welcomed_and_the_kernels_own_welcome_is_not_passed_
     subscriber.connect(wire.address(up.front, "iopub"))
     subscriber.subscribe(b"")
     try:
-        assert subscriber.poll(DEADLINE * 1000)
-        frames = subscriber.recv_multipart()
+        # ipykernel 7 does not notice who subscribes while it sends (20 of 20).  A gate that it has not welcomed takes
+        # it for an older kernel, and welcomes nobody.
+        for _ in range(5):
+            if subscriber.poll(DEADLINE * 200):
+                break
+            up.to_sleep()
+            up.wake()
+        frames = subscriber.recv_multipart(zmq.NOBLOCK)
         message = wire.session(up.front, history=False).deserialize(wire.split(frames)[1])
         assert message["msg_type"] == "iopub_welcome"
         assert message["content"] == {"subscription": ""}

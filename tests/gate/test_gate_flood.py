@@ -23,8 +23,9 @@ pytestmark = pytest.mark.slow  # sends hundreds of megabytes
 
 MIB = 1 << 20
 
-#: Bytes that a reader may be behind the cell: of more, small ones, the kernel itself would drop some on a busy machine.
-UNREAD = 40 * MIB
+#: Bytes and messages that a reader may be behind the cell.  Where more than 1,000 messages (``ZMQ_SNDHWM``) wait in the
+#: kernel for the gate, on a busy machine, libzmq drops the others there.
+UNREAD, UNREAD_MESSAGES = 40 * MIB, 900
 
 #: A subscriber in a process of its own, without a key.  It reads nothing (``stuck``), or everything and counts, as
 #: the file says.
@@ -53,7 +54,8 @@ print(count, flush=True)
 
 def cell(count: int, size: int, *, read: Path | None = None) -> str:
     """Code that displays ``count`` outputs of ``size`` bytes as fast as it, or the writer of ``read``, can."""
-    wait = f"    while number - int(open({str(read)!r}).read() or 0) > {UNREAD // size}: time.sleep(0.001)\n"
+    ahead = min(UNREAD // size, UNREAD_MESSAGES)
+    wait = f"    while number - int(open({str(read)!r}).read() or 0) > {ahead}: time.sleep(0.001)\n"
     return (
         f"import time\nfrom IPython.display import display\ntext = 'x' * {size}\n"
         f"for number in range({count}):\n"

@@ -295,7 +295,7 @@ _NO_MORE = "The server, or the kernel, has reached a limit: it gets no more {}."
 class StateError(GpuCkptError, code="WRONG_STATE", exit_status=65):
     """The request is not possible in the kernel's present state."""
 
-    default_hint = "Check the kernel's state."
+    default_hint = "Wait until what is under way has ended. A page may show an older state until it is reloaded."
 
 
 class BadRequest(GpuCkptError, code="BAD_REQUEST", exit_status=64):
@@ -331,8 +331,8 @@ class CudaError(GpuCkptError, code="CUDA_FAILED", exit_status=71):
     """The CUDA driver refused a suspend or resume."""
 
     default_hint = (
-        "Try again. If it repeats, an administrator finds the driver's messages in the details and in the system's log "
-        "(`journalctl -k -g NVRM`). To continue at once, restart the kernel, which loses its variables."
+        "Try again. If it repeats, an administrator finds the driver's messages in the system's log (`journalctl -k -g "
+        "NVRM`). To continue at once, restart the kernel, which loses its variables."
     )
 
 
@@ -370,11 +370,11 @@ class HelperGone(CudaError, code="HELPER_GONE"):
 
 
 class CriuError(GpuCkptError, code="CRIU_FAILED", exit_status=71):
-    """CRIU failed for a reason without a code of its own; its last errors are in the details."""
+    """CRIU failed for a reason without a code of its own, which the message quotes."""
 
     default_hint = (
         "Try again. If it repeats, close what the kernel has open besides plain files (devices, watchers, sockets), "
-        "and report it with the last lines of CRIU's log, which are in the details."
+        "and report it with this message."
     )
 
 
@@ -628,4 +628,4 @@ class KernelAsleep(GateError, code="KERNEL_ASLEEP"):
 class AgentError(GateError, code="AGENT_FAILED"):
     """The agent inside the kernel failed, or is missing."""
 
-    default_hint = "The details have the kernel's message."
+    default_hint = "Try again. If it repeats, save what you need to a file and restart the kernel."

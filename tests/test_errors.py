@@ -99,6 +99,12 @@ def test_each_class_explains_itself(error):
     assert 64 <= error.exit_status <= 78, "a number of sysexits.h"
 
 
+@pytest.mark.parametrize("error", OURS, ids=lambda error: error.code)
+def test_no_hint_sends_its_reader_to_the_details(error):
+    """A cell shows message and hint alone."""
+    assert "details" not in error.default_hint
+
+
 def test_no_two_classes_share_a_code():
     assert len({error.code for error in OURS}) == len(OURS)
 

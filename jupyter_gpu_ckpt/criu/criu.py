@@ -76,6 +76,9 @@ class Restored:
     changed: list[str]
 
 
+#: What a line of CRIU's log says, behind its time, process and place in the source.
+_REASON = re.compile(r"Error \([^)]*\): (.*\S)")
+
 #: Lines of CRIU's log that name a cause: pattern (group 1: the culprit), class of the error, sentence for the user.
 # In CRIU's source: files-reg.c, sk-inet.c, sk-unix.c, proc_parse.c, cr-restore.c, page-xfer.c, image.c,
 # compel's infect.c (release 4.2).
@@ -105,7 +108,7 @@ _CAUSES: tuple[tuple[str, type[CriuError | NoSpace | LimitReached], str], ...] =
     (
         r"(?:Unable to set a pipe size|Can't restore pipe size): Operation not permitted()",
         PipesExhausted,
-        "The user's processes hold too many pipes (fs.pipe-user-pages-soft).",
+        "The user's processes have too many pipes (fs.pipe-user-pages-soft).",
     ),
     (r"Unexpected (\d+) task interruption", DumpInterrupted, "A signal interrupted the dump in process {0}."),
     (r"Can't fork for (\d+)", PidTaken, "Process id {0} is in use."),
@@ -124,7 +127,7 @@ _CAUSES: tuple[tuple[str, type[CriuError | NoSpace | LimitReached], str], ...] =
     (
         r"Unsupported (?:proto|type|socket family)\D*(\d+)",
         UnsupportedSocket,
-        "The kernel holds a socket of a kind that cannot be saved (number {0}).",
+        "The kernel has a socket of a kind that cannot be saved (number {0}).",
     ),
     (r"Can't dump file \d+ of that type \[\d+\] \((.*?)\)", UnsupportedFile, "An open file cannot be saved: {0}."),
     (r"Can't lookup mount=\d+ for fd=-?\d+ path=(\S+)", UnsupportedFile, "{0} lies on a foreign mount."),
@@ -327,4 +330,6 @@ def explain(verb: str, ran: Ran, log: Path, output: Path) -> CriuError | NoSpace
         return CriuKilled(f"CRIU was ended by {signal.Signals(-ran.status).name} during the {verb}.", **details)
     if ran.ended:
         return ProcessEnded.during_dump(ran.ended, **details)
-    return CriuError(f"CRIU could not {verb} the kernel.", **details)
+    # The first one is the cause; CRIU repeats what it gave up because of it.
+    cause = next((match.group(1) for line in errors if (match := _REASON.search(line))), "")
+    return CriuError(f"CRIU could not {verb} the kernel{f': {cause}' if cause else ''}.", **details)

@@ -200,7 +200,7 @@ def advance(kernel: MachineState, event: Event) -> Outcome:
     kernel = replace(kernel, history=(*kernel.history, f"{kernel.state.value}: {event}")[-40:])
     if (outcome := _advance(kernel, event)) is None:
         name = event.value if isinstance(event, Move | ProcessEvent) else type(event).__name__
-        message = f"A kernel that is {kernel.state.value} cannot take {name!r}."
+        message = f"{name!r} is not possible for a kernel that is {kernel.state.value}."
         raise StateError(message, state=kernel.state.value, history=list(kernel.history))
     _validate(outcome[0])
     return outcome

@@ -94,7 +94,9 @@ class Jobs:
         except asyncio.CancelledError:
             if job.cancelled:
                 return
-            error = GpuCkptError("The server stopped before the job ended.", hint="Look at the kernel's state.")
+            error = GpuCkptError(
+                "The server stopped before the job ended.", hint="Reload the page, which then shows the kernel's state."
+            )
             job.error = error.as_dict()
             raise
         except Exception as failure:

@@ -210,6 +210,19 @@ def test_each_cause_has_its_class_and_names_its_culprit(tmp_path, line, code, wo
     assert line in error.details["log"]
 
 
+def test_an_error_of_an_unknown_cause_quotes_criu(tmp_path):
+    """Its reader has the message alone; the first error is the cause of those that follow."""
+    log = tmp_path / "log"
+    log.write_text(
+        "(00.1) Dumping\n(00.2) Error (criu/sk-x.c:12): sk-x: Odd thing 7\n"
+        "(00.3) Error (criu/cr-dump.c:1): Dumping FAILED.\n"
+    )
+    assert explain("dump", FAILED, log, tmp_path / "none").message == (
+        "CRIU could not dump the kernel: sk-x: Odd thing 7."
+    )
+    assert explain("dump", FAILED, tmp_path / "none", tmp_path / "none").message == "CRIU could not dump the kernel."
+
+
 def test_without_a_cause_the_end_of_the_process_is_the_cause(tmp_path):
     log = tmp_path / "log"
     log.write_text("")

@@ -70,7 +70,7 @@ class Counted:
 
     def __init__(self, real, fails: int = 0, error: GpuCkptError | None = None) -> None:
         self.real, self.fails = real, fails
-        self.error = error or PipesExhausted("The user's processes hold too many pipes.")
+        self.error = error or PipesExhausted("The user's processes have too many pipes.")
         self.now = self.most = 0
         self._lock = threading.Lock()
 

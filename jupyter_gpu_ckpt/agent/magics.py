@@ -56,10 +56,10 @@ class Parser(argparse.ArgumentParser):
 def _checkpoint_parser() -> Parser:
     parser = Parser(
         "gpu_checkpoint",
-        "Take this kernel off the GPU once this cell has ended. Everything is saved to disk and the process ends; the\n"
+        "Checkpoint this kernel once this cell has ended: everything is saved to disk, and the process ends; the\n"
         "next cell that you run brings all of it back. If it fails, the kernel runs on, and the next cell says why.",
     )
-    parser.add_argument("--suspend", action="store_true", help="only off the GPU: the process stays, in host memory")
+    parser.add_argument("--suspend", action="store_true", help="only free the GPU: the process stays, in host memory")
     parser.add_argument("--status", action="store_true", help="state, device memory, what a checkpoint would cost")
     parser.add_argument("--list", action="store_true", help="your images on this host")
     parser.add_argument("--keep", nargs="+", metavar="VARS", help="save these device tensors, release all others")
@@ -170,7 +170,7 @@ class GpuMagics:
             print(f"Note: {finding['text']}")
         seconds = status["seconds"]
         if verb == "suspend":
-            print(f"Off the GPU after this cell, in about {seconds['gpu_free']:.1f} s. Run a cell to bring it back.")
+            print(f"Suspend after this cell, in about {seconds['gpu_free']:.1f} s. Run a cell to bring it back.")
         else:
             cost = f"about {human(status['image_bytes'])}, {seconds['saved']:.1f} s"
             print(f"Checkpoint after this cell: {cost}. Run a cell to bring it back (about {seconds['back']:.1f} s).")
@@ -226,7 +226,7 @@ class GpuMagics:
         if until is None:
             print("Idle policies apply to this kernel again.")
         else:
-            print(f"No idle policy takes this kernel off the GPU before {moment(until)}.")
+            print(f"No idle policy puts this kernel to sleep before {moment(until)}.")
 
     # -- called from the agent and IPython ----------------------------------------------------------------------------
 
@@ -236,11 +236,11 @@ class GpuMagics:
         return sum(tensors.release(self.shell, names).values()) if names else 0
 
     def _on_cell(self, info: Any = None) -> None:
-        self._to_release = []  # the kernel was not taken off the GPU, or is back
+        self._to_release = []  # the kernel was not put to sleep, or is back
         failure = self._server.failure
         if failure is not None and failure is not self._shown_failure:
             self._shown_failure = failure
-            print("This kernel could not be taken off the GPU.", *failure.lines(), sep="\n", file=sys.stderr)
+            print("This kernel was not put to sleep.", *failure.lines(), sep="\n", file=sys.stderr)
 
     def _complete(self, shell: Any, event: Any) -> list[str]:
         """Called from IPython's completer for a line that begins with one of the magics."""

@@ -50,7 +50,7 @@ class CheckpointPanel(ipywidgets.VBox):  # type: ignore[misc]
         suspend, checkpoint = lambda: self._schedule("suspend"), lambda: self._schedule("checkpoint")
         self.suspend = self._button("Suspend", "Move device memory to host memory; the process stays", suspend)
         self.checkpoint = self._button("Checkpoint", "Save everything to disk; the process ends", checkpoint)
-        self.wake = self._button("Wake", "Bring the kernel back to the GPU", self.refresh)  # the message itself wakes
+        self.wake = self._button("Wake", "Bring the kernel back", self.refresh)  # the message itself wakes
         self.reload = self._button("Refresh", "Measure memory again", self.refresh)
         buttons = ipywidgets.HBox([self.suspend, self.checkpoint, self.wake, self.reload])
         super().__init__([self.state, self.memory, self.progress, buttons, self.message], **options)
@@ -124,7 +124,7 @@ class CheckpointPanel(ipywidgets.VBox):  # type: ignore[misc]
 
     def _on_quiesce(self) -> None:
         """Called from the agent; from here on the server updates the browser's half."""
-        self._show("leaving the GPU")
+        self._show("going to sleep")
 
     def _on_thaw(self) -> None:
         """Called from the agent.  Sends all state again: this half missed the server's updates of the browser's."""

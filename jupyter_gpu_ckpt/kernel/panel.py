@@ -19,11 +19,11 @@ from ..trace import StepEvent
 #: Texts shown for the states.
 TEXTS = {
     State.RUNNING: "running",
-    State.SUSPENDING: "leaving the GPU",
-    State.SUSPENDED: "suspended: off the GPU, in host memory. Run a cell, or press Wake.",
-    State.RESUMING: "coming back to the GPU",
+    State.SUSPENDING: "being suspended",
+    State.SUSPENDED: "suspended: the process stays, in host memory. Run a cell, or press Wake.",
+    State.RESUMING: "being resumed",
     State.DUMPING: "being written to disk",
-    State.CHECKPOINTED: "checkpointed: off the GPU, no process. Run a cell, or press Wake.",
+    State.CHECKPOINTED: "checkpointed: on disk, without a process. Run a cell, or press Wake.",
     State.RESTORING: "coming back from disk",
     State.DEAD: "dead",
 }

@@ -42,7 +42,7 @@ export function addCommands(context: IContext, notifier: Notifier, current: () =
     }
   };
 
-  const sleepCommand = (verb: 'suspend' | 'checkpoint', label: string, caption: string) => ({
+  const sleepCommand = (verb: 'suspend' | 'checkpoint', label: string, caption: string | (() => string)) => ({
     label,
     caption,
     isEnabled: (args: ReadonlyPartialJSONObject) => {
@@ -72,7 +72,11 @@ export function addCommands(context: IContext, notifier: Notifier, current: () =
 
   commands.addCommand(
     IDS.suspend,
-    sleepCommand('suspend', trans.__('Suspend kernel'), trans.__('Move GPU memory to host memory; wakes fast'))
+    sleepCommand('suspend', trans.__('Suspend kernel'), () =>
+      host.gpus
+        ? trans.__('Free the GPU; the process stays in host memory and wakes fast')
+        : trans.__('Let the kernel rest; the process stays in host memory')
+    )
   );
   commands.addCommand(
     IDS.checkpoint,
@@ -81,7 +85,7 @@ export function addCommands(context: IContext, notifier: Notifier, current: () =
 
   commands.addCommand(IDS.wake, {
     label: trans.__('Wake kernel'),
-    caption: trans.__('Bring the kernel back to the GPU, as the next cell would'),
+    caption: trans.__('Bring the kernel back, as the next cell would'),
     isEnabled: args => {
       const phase = target(args)?.phase;
       return phase === 'suspended' || phase === 'checkpointed';

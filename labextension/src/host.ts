@@ -21,7 +21,12 @@ export class Host {
     return this._facts === null || this._facts.fit.cpu ? this._missing : this._facts.reason.cpu;
   }
 
-  /** Ask.  A server without the extension is a host that cannot. */
+  /** Whether there may be a GPU; true until the doctor has spoken. */
+  get gpus(): boolean {
+    return this._facts?.fit.gpu ?? true;
+  }
+
+  /** Request the doctor's result.  A server without the extension is a host that cannot. */
   async load(missing: string): Promise<void> {
     try {
       this._facts = (await this.source.status()).host;

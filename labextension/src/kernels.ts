@@ -32,7 +32,7 @@ export interface IEnded {
 const LOOK = 3000;
 const DOUBT = 60000;
 
-/** Milliseconds after which a verb that was taken must have shown in an event. */
+/** Milliseconds after which a verb that was accepted must have shown in an event. */
 const SETTLED = 1000;
 
 /** Milliseconds without an event after which a verb under way is polled: its end may have been missed. */
@@ -118,7 +118,7 @@ export class Kernels {
     }
   }
 
-  /** Ask the server about all kernels. */
+  /** Request all kernels of the server. */
   async reload(): Promise<void> {
     const before = new Map(this._events);
     this._owed = false;
@@ -294,7 +294,7 @@ export class Kernels {
     setTimeout(() => look().catch(() => this.doubt()), SETTLED);
   }
 
-  /** Ask after the kernel if nothing is heard of it while a verb is under way, or waits. */
+  /** Request the kernel if nothing is heard of it while a verb is under way, or waits. */
   private _attend(model: KernelModel): void {
     const { id } = model;
     clearTimeout(this._silences.get(id));

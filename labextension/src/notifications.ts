@@ -1,4 +1,4 @@
-/** Tells how far a verb is if it takes long, and how it ended. */
+/** Shows how far a verb is if it takes long, and how it ended. */
 
 import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
 
@@ -45,7 +45,7 @@ export class Notifier {
     context.kernels.ended.connect(this._end, this);
   }
 
-  /** The server did not take a verb at all. */
+  /** The server refused a verb. */
   refused(kernel: KernelModel, verb: Verb, error: unknown): void {
     const detail = error instanceof Refused ? error.detail : null;
     const { code = '', hint = '', left = '' } = detail ?? {};
@@ -62,7 +62,7 @@ export class Notifier {
         autoClose: 8000,
         actions: [{ label: trans.__('Keep awake'), callback: stay }]
       });
-      this._passing.set(kernel.id, { id, holds: () => kernel.waiting !== null });
+      this._passing.set(kernel.id, { id, lasts: () => kernel.waiting !== null });
     }
   }
 
@@ -90,7 +90,7 @@ export class Notifier {
 
   private _follow(_: Kernels, kernel: KernelModel | null): void {
     for (const [id, passing] of [...this._passing]) {
-      if (this.context.kernels.find(id) === undefined || !passing.holds()) {
+      if (this.context.kernels.find(id) === undefined || !passing.lasts()) {
         this._passing.delete(id);
         dismiss(passing.id);
       }
@@ -135,10 +135,14 @@ export class Notifier {
     }
   }
 
+  private _mayBeOnGpu(kernel: KernelModel): boolean {
+    return this.context.host.gpus && (kernel.deviceBytes !== 0 || kernel.swappedOut > 0);
+  }
+
   private _sentence(kernel: KernelModel, progress: IProgress): string {
     const { services, trans } = this.context;
     const head = doing(progress.verb, nameOf(services, kernel.id), trans);
-    const now = step(progress.step, trans);
+    const now = step(progress.step, this._mayBeOnGpu(kernel), trans);
     const percent = Math.round(100 * progress.fraction);
     const parts = [now ? trans.__('%1, %2 %: %3', head, percent, now) : trans.__('%1, %2 %', head, percent)];
     if (progress.expected > 0) {
@@ -170,11 +174,13 @@ export class Notifier {
         text =
           outcome.freed > 0
             ? trans.__('%1 is %2: %3 of GPU memory freed in %4.', name, done, bytes(outcome.freed), seconds)
-            : trans.__('%1 is %2, in %3. It had no GPU memory.', name, done, seconds);
+            : this.context.host.gpus
+              ? trans.__('%1 is %2, in %3. It had no GPU memory.', name, done, seconds)
+              : trans.__('%1 is %2, in %3.', name, done, seconds);
       }
       const id = Notification.success(text, { autoClose: 5000 });
       if (leaves) {
-        this._passing.set(kernel.id, { id, holds: () => kernel.resting });
+        this._passing.set(kernel.id, { id, lasts: () => kernel.resting });
       }
     }
   }
@@ -245,7 +251,7 @@ export class Notifier {
     }
   }
 
-  /** Take the progress away; whether there was some to see. */
+  /** Remove the progress; whether there was some to see. */
   private _clear(kernelId: string): boolean {
     const shown = this._shown.get(kernelId);
     if (shown === undefined) {
@@ -262,6 +268,6 @@ export class Notifier {
   /** The newest failure of each kernel. */
   private readonly _failures = new Map<string, string>();
   /** Notifications that are true only as long as their kernel is so. */
-  private readonly _passing = new Map<string, { id: string; holds: () => boolean }>();
+  private readonly _passing = new Map<string, { id: string; lasts: () => boolean }>();
   private readonly _shown = new Map<string, IShown>();
 }

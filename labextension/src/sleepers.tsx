@@ -112,7 +112,7 @@ export class Sleepers implements IRunningSessions.IManager {
             <button
               className="jp-gpuCkpt-link"
               onClick={wake}
-              title={trans.__('Bring the kernel back to the GPU, as the next cell would')}
+              title={trans.__('Bring the kernel back, as the next cell would')}
             >
               {trans.__('Wake')}
             </button>
@@ -128,7 +128,7 @@ export class Sleepers implements IRunningSessions.IManager {
             : trans.__('No server has this kernel; open it to attach it to this server')
         ].join('\n'),
       open: () => void this._open(image, here),
-      shutdown: () => void this._ask(image, name)
+      shutdown: () => void this._confirm(image, name)
     };
   }
 
@@ -157,7 +157,7 @@ export class Sleepers implements IRunningSessions.IManager {
     }
   }
 
-  private async _ask(image: IImage, name: string): Promise<void> {
+  private async _confirm(image: IImage, name: string): Promise<void> {
     const { trans } = this.context;
     const answer = await showDialog({
       title: trans.__('Delete the image of %1?', name),
@@ -169,7 +169,7 @@ export class Sleepers implements IRunningSessions.IManager {
     if (answer.button.accept) {
       await this._remove(image);
     } else {
-      this._changed.emit(); // the list takes an item for gone once its button was pressed
+      this._changed.emit(); // the list treats an item as gone once its button was pressed
     }
   }
 

@@ -1,7 +1,7 @@
 /**
  * Widgets of a page that was loaded while their kernel sleeps say so, and offer to wake it.
  *
- * Their state is in the kernel alone: ipywidgets asks for it, the question waits for the kernel, and until then each
+ * Their state is in the kernel alone: ipywidgets requests it, the request waits for the kernel, and until then each
  * of them would say that it is loading.
  */
 

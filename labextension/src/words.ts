@@ -65,15 +65,15 @@ export function doing(verb: Verb, notebook: string, trans: TranslationBundle): s
   }
 }
 
-/** A step, in the user's words. */
-export function step(name: string, trans: TranslationBundle): string {
+/** A step, in the user's words.  `onGpu`: the kernel has device memory, on a GPU or swapped out, or may have. */
+export function step(name: string, onGpu: boolean, trans: TranslationBundle): string {
   switch (name) {
     case 'preflight':
     case 'drain':
     case 'quiesce':
       return trans.__('preparing the kernel');
     case 'cuda_suspend':
-      return trans.__('saving GPU memory');
+      return onGpu ? trans.__('saving GPU memory') : trans.__('preparing the kernel');
     case 'dump':
       return trans.__('writing the image');
     case 'publish':
@@ -84,7 +84,7 @@ export function step(name: string, trans: TranslationBundle): string {
     case 'criu_restore':
       return trans.__('reading the image');
     case 'cuda_resume':
-      return trans.__('restoring GPU memory');
+      return onGpu ? trans.__('restoring GPU memory') : trans.__('finishing');
     case '':
       return '';
     default:

@@ -21,7 +21,7 @@ test('a failure leaves out a cause of which only the first words fit', () => {
   );
 });
 
-test('of the cause a failure has as much as there is room for, in whole words', () => {
+test('of the cause a failure has as much as fits, in whole words', () => {
   const text = words.failure(
     WHAT,
     'A cell is running, and two more are waiting behind it for their turn, which comes when it has finished.',
@@ -29,6 +29,14 @@ test('of the cause a failure has as much as there is room for, in whole words', 
   );
   expect(text).toBe(`${WHAT} A cell is running, and two more are waiting behind it for their turn,… Wait for it.`);
   expect(words.failure(WHAT, 'It is busy.', 'Wait.')).toBe(`${WHAT} It is busy. Wait.`);
+});
+
+test('the steps of a kernel without device memory do not speak of a GPU', () => {
+  for (const name of ['preflight', 'cuda_suspend', 'dump', 'criu_restore', 'cuda_resume', 'thaw']) {
+    expect(words.step(name, false, trans)).not.toContain('GPU');
+  }
+  expect(words.step('cuda_suspend', true, trans)).toBe('saving GPU memory');
+  expect(words.step('cuda_resume', true, trans)).toBe('restoring GPU memory');
 });
 
 test('the status bar speaks of a kernel that sleeps, moves or is about to, and of no other', () => {

@@ -116,7 +116,7 @@ async def test_a_failure_after_the_cell_is_reported_once_in_the_next_cell(kernel
     while not complained and time.monotonic() < deadline:
         printed, complained, reply = await said(kernel, "print(x)")
     assert (printed, reply["status"]) == ("1\n", "ok")
-    assert complained.startswith("This kernel could not be taken off the GPU.\nINTERNAL: OSError: as asked\n")
+    assert complained.startswith("This kernel was not put to sleep.\nINTERNAL: OSError: as asked\n")
     assert "the kernel runs on" in complained
     assert (await said(kernel, "print(x)"))[1] == ""
     assert "last failure INTERNAL" in await kernel.run("%gpu_checkpoint --status")

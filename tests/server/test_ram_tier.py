@@ -108,7 +108,7 @@ def test_suspend_by_the_notebook_and_resume_by_the_next_cell(patient):
     hold(patient, kernel_id)
     pid = process(patient, kernel_id)
     said = patient.run(kernel_id, "%gpu_checkpoint --suspend")
-    assert "Off the GPU after this cell" in said
+    assert "Suspend after this cell" in said
     until(lambda: state(patient, kernel_id) == "suspended")
     assert free(patient) == 8 * GIB
     assert process(patient, kernel_id) == pid

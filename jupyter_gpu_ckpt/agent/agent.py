@@ -148,7 +148,7 @@ class Agent:
                 trimmed = probes.probe(errors, "trim", gpu_memory.trim, 0)
             if content.get("files", True):
                 # For what is closed to be opened again, too.
-                limits.require_spare(descriptors=0)
+                limits.require_headroom(descriptors=0)
                 if not probes.probe(errors, "debugger", lambda: probes.debugger_in_use(self._kernel), True):
                     probes.probe(errors, "debugger", lambda: debugging.close(self._kernel), None)
                 rehomed, still_deleted = probes.probe(errors, "rehome", mappings.rehome, (0, None))

@@ -78,7 +78,7 @@ class History:
             return ""
         problem, manager = "", self._shell.history_manager
         if self.closed:
-            limits.require_spare(descriptors=_CONNECTIONS)
+            limits.require_headroom(descriptors=_CONNECTIONS)
             if problem := _unreadable(manager):
                 # `init_db` would rename the user's file; history continues in memory, as IPython does without a file.
                 manager.hist_file = ":memory:"
@@ -86,7 +86,7 @@ class History:
             manager.init_db()
             self.closed = False
         if self._thread_class is not None:
-            limits.require_spare(descriptors=1)
+            limits.require_headroom(descriptors=1)
             if manager.save_flag is not None:
                 manager.save_flag.clear()  # IPython < 9 shares one flag between threads; `stop` left it set
             self._start_saving(manager)

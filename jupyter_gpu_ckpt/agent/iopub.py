@@ -73,7 +73,7 @@ class IOPub:
         """
         if (port := self._unbound_port) is None:
             return
-        limits.require_spare(descriptors=1)
+        limits.require_headroom(descriptors=1)
 
         def rebind() -> int:
             import zmq

@@ -1,7 +1,7 @@
 """Limits of the kernel: errors that say that one is reached, and whether there is enough left to begin something.
 
 Some libraries end their process where they get no memory, thread or descriptor (libzmq: ``alloc_assert``), or take the
-error for another one (IPython: a damaged history database).  What calls them asks `require_spare` first.
+error for another one (IPython: a damaged history database).  What calls them asks `require_headroom` first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def shortage(error: BaseException) -> str:
     return ""
 
 
-def require_spare(descriptors: int) -> None:
+def require_headroom(descriptors: int) -> None:
     """Raise `OSError` unless so many descriptors, and `MEMORY`, can be had."""
     mmap.mmap(-1, MEMORY, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     opened: list[int] = []

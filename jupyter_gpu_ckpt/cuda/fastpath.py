@@ -480,7 +480,7 @@ class FastPath:
     def _library(self, timeout_s: float) -> Iterator[_Library | None]:
         with contextlib.ExitStack() as resources:
             try:  # for the connection, and for the extents
-                resources.enter_context(descriptors.room(self._capsule.host_pid, _SHORT_SECONDS))
+                resources.enter_context(descriptors.headroom(self._capsule.host_pid, _SHORT_SECONDS))
             except LimitReached as error:
                 raise _Refused(error.message) from error
             connection = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

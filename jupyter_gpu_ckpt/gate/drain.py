@@ -87,7 +87,7 @@ class Drain:
             return
         if now >= self._deadline:
             message, hint = f"The kernel is still working after {self._seconds:g} s.", None
-            if self._pending.asks():
+            if self._pending.awaits_input():
                 message, hint = "A cell waits for input.", KernelBusy.hint_for_input
             types, left = self._pending.types(), "the kernel is running"
             error = KernelBusy(message, hint=hint, left=left, pending=types, seconds=self._seconds)

@@ -155,7 +155,7 @@ class Gate:
     cancel_prompt = _verb_if_running(Router.cancel_prompt)
     publish = _verb(Router.publish)
     notify = _verb(Router.notify)
-    tell = _verb(Router.tell)
+    print_notice = _verb(Router.print_notice)
     kernel_died = _verb_if_running(Router.kernel_died)
     rebind_kernel = _verb(Router.rebind_kernel)
 
@@ -238,7 +238,7 @@ class Gate:
         """Clients' requests that the kernel has not finished."""
 
         def read(router: Router) -> UnderWay:
-            return UnderWay(router.pending.cells(), router.pending.other_types(), router.pending.asks())
+            return UnderWay(router.pending.cells(), router.pending.other_types(), router.pending.awaits_input())
 
         return self._call(read)
 

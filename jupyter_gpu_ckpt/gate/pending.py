@@ -35,8 +35,8 @@ class PendingRequest:
     """A msg_id that the kernel has not completed.
 
     ``replies`` and ``idles`` that are still to come are one each as a rule; they add up for a client that uses a msg_id
-    twice at a time.  ``agent_requests``: what its cell requested of the server, to be done after it.  ``asks``: its
-    cell waits for an answer of the user (``input()``, a debugger's prompt).
+    twice at a time.  ``agent_requests``: what its cell requested of the server, to be done after it.  ``awaits_input``:
+    its cell waits for an answer of the user (``input()``, a debugger's prompt).
     """
 
     request: Request
@@ -44,7 +44,7 @@ class PendingRequest:
     replies: int = 0
     idles: int = 0
     begun: bool = False
-    asks: bool = False
+    awaits_input: bool = False
     agent_requests: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -106,19 +106,19 @@ class PendingRequests:
         """
         return sum(entry.is_cell and not entry.straggles for entry in self._by_id.values())
 
-    def asks(self) -> bool:
+    def awaits_input(self) -> bool:
         """Return whether a cell waits for an answer of its user."""
-        return any(entry.asks for entry in self._by_id.values())
+        return any(entry.awaits_input for entry in self._by_id.values())
 
-    def asked(self, msg_id: str) -> None:
-        """Note that the cell of ``msg_id`` has asked its user for something."""
+    def input_requested(self, msg_id: str) -> None:
+        """Note that the cell of ``msg_id`` has requested input of its user."""
         if entry := self._by_id.get(msg_id):
-            entry.asks = True
+            entry.awaits_input = True
 
     def answered(self) -> None:
-        """Note an answer, or an interrupt: a kernel asks for one thing at a time."""
+        """Note an answer, or an interrupt: a kernel requests one input at a time."""
         for entry in self._by_id.values():
-            entry.asks = False
+            entry.awaits_input = False
 
     def other_types(self) -> tuple[str, ...]:
         """Types of the pending requests that are no cells, oldest first."""

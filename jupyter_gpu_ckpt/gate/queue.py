@@ -53,14 +53,14 @@ class RequestQueue:
 
     def remove(self, wanted: Callable[[Request], bool] = lambda _: True) -> list[Request]:
         """Remove and return the requests that are ``wanted``, oldest first."""
-        taken: list[Request] = []
+        removed: list[Request] = []
         left: deque[Request] = deque()
         for request in self._requests:
-            (taken if wanted(request) else left).append(request)
+            (removed if wanted(request) else left).append(request)
         self._requests = left
         self._bytes = sum(map(_cost, left))
-        self._full = self._full and not taken
-        return taken
+        self._full = self._full and not removed
+        return removed
 
 
 def _cost(request: Request) -> int:

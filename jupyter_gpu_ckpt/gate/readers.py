@@ -6,7 +6,7 @@ not their bytes, and does not tell how many wait for a subscriber.  Linux does: 
 TCP connection was idle, less those that its peer has acknowledged, are how far it is behind.
 
 A reader that is behind and does not read is disconnected; a client that was merely slow connects again.  While a reader
-is far behind, outputs wait here, up to `MOST_HELD`; more are dropped, as the kernel's own socket drops more than 1,000.
+is far behind, outputs wait here, up to `MOST_QUEUED`; more are dropped, as the kernel's socket drops more than 1,000.
 (They cannot be left in the kernel: libzmq stops reading for good where ``ZMQ_RCVHWM`` of a connected socket was 0 and
 is not any more, as its reader has not reported how much it has read.)
 
@@ -37,7 +37,7 @@ from . import wire
 BEHIND = 64 << 20
 FAR_BEHIND = 192 << 20
 #: Bytes of outputs that wait then.
-MOST_HELD = 64 << 20
+MOST_QUEUED = 64 << 20
 
 #: Seconds in which a reader that is behind must read so many bytes.  (Without a gate a kernel drops for it what is more
 #: than 1,000 messages.)
@@ -82,8 +82,8 @@ class Readers:
         self._sent = self._measured = 0
         #: Whether a reader is so far behind that nothing more is to be sent for now; and what waits.
         self.full = False
-        self._held: deque[list[bytes]] = deque()
-        self._held_bytes = self._dropped = 0
+        self._queued: deque[list[bytes]] = deque()
+        self._queued_bytes = self._dropped = 0
         #: Whether a reader is to be measured again soon, whatever is sent.
         self.late = False
 
@@ -114,21 +114,21 @@ class Readers:
 
     def send(self, frames: list[bytes], *, needed: bool = False) -> None:
         """Send a message to all, now or once nobody is far behind.  It may be dropped then, unless it is ``needed``."""
-        if not self.full and not self._held:
+        if not self.full and not self._queued:
             self._send(frames)
-        elif needed or self._held_bytes < MOST_HELD:
-            self._held.append(frames)
-            self._held_bytes += _bytes(frames)
+        elif needed or self._queued_bytes < MOST_QUEUED:
+            self._queued.append(frames)
+            self._queued_bytes += _bytes(frames)
         else:
             self._dropped += 1
 
-    def send_held(self) -> None:
+    def send_queued(self) -> None:
         """Send what waits, as far as nobody is far behind."""
-        while self._held and not self.full:
-            frames = self._held.popleft()
-            self._held_bytes -= _bytes(frames)
+        while self._queued and not self.full:
+            frames = self._queued.popleft()
+            self._queued_bytes -= _bytes(frames)
             self._send(frames)
-        if self._dropped and not self._held:
+        if self._dropped and not self._queued:
             self._log.warning("gate: dropped %d outputs: a client is far behind with its reading", self._dropped)
             self._dropped = 0
 

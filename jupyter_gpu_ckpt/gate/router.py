@@ -68,12 +68,12 @@ class GateState(str, Enum):
 class UnderWay:
     """Work of a kernel for clients: the number of cells that run or wait in it, and the types of other requests.
 
-    ``asks``: a cell waits for an answer of its user.
+    ``awaits_input``: a cell waits for an answer of its user.
     """
 
     cells: int
     others: tuple[str, ...]
-    asks: bool = False
+    awaits_input: bool = False
 
 
 @dataclass
@@ -199,7 +199,7 @@ class Router:
             self._nudge(now)
         if self.readers.late:
             self.readers.measure(now)
-        self.readers.send_held()
+        self.readers.send_queued()
         if self._loop.reads(self._front["shell"]) != (len(self.pending) < _MAX_PENDING):
             self._rewire()
 
@@ -403,7 +403,7 @@ class Router:
         """Show ``notice`` in the output of the next cell that is not silent: the kernel has no agent that could."""
         self.notices.append(notice)
 
-    def tell(self, text: str) -> None:
+    def print_notice(self, text: str) -> None:
         """Show ``text`` at once in the output of the cell that waits for the kernel; of no cell if none waits."""
         waiting = self.queue.first(lambda r: r.msg_type == "execute_request" and not r.content.get("silent", False))
         if waiting is not None:
@@ -563,7 +563,7 @@ class Router:
         if channel != "stdin":
             self._reply_passed(parent, rest)
         elif self._signer.unpack(rest[HEADER]).get("msg_type") == "input_request":
-            self.pending.asked(parent)
+            self.pending.input_requested(parent)
 
     def _reply_passed(self, msg_id: str, rest: list[bytes]) -> None:
         if (pending := self.pending.find(msg_id)) is None:

@@ -115,8 +115,8 @@ class Placement(LoggingConfigurable):
 
     async def changes(self, spawner: Any, choice: NodeChoice) -> Changes:
         """Return the traits that a choice of node sets on this spawner.  Raises the errors of a failing scheduler."""
-        asked = (spawner.user_options or {}).get(self.gpu_option)
-        if not choice.requirements.gpus and self.without_gpu and not asked:
+        wants_gpu = (spawner.user_options or {}).get(self.gpu_option)
+        if not choice.requirements.gpus and self.without_gpu and not wants_gpu:
             made = Changes(dict(self.without_gpu), "Nothing of yours is on a GPU: you get a node without one.")
             if choice.together:
                 on_top = await self._scheduled(spawner, choice, made.traits)

@@ -155,7 +155,7 @@ class Draft:
         with contextlib.suppress(OSError):
             if self._journal.exists():
                 others = self._root.glob(f"{layout.DRAFT}*{layout.LINKS}")
-                links.take_back(self._journal, {*others} - {self._journal}, self._needed_links())
+                links.remove_abandoned(self._journal, {*others} - {self._journal}, self._needed_links())
         shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 

@@ -214,7 +214,7 @@ def _link(path: Path, directory: Path, record: dict[str, Any], keep_fd: KeepFd |
     draft.touch(0o600)
     try:
         if keep_fd is not None:
-            record = {**record, "held": _lock_for(keep_fd, draft)}
+            record = {**record, "locked": _lock_for(keep_fd, draft)}
         draft.write_text(json.dumps(record))
         path.hardlink_to(draft)
     except FileExistsError:
@@ -249,10 +249,11 @@ def _is_unlocked(path: Path, claim: dict[str, Any]) -> bool:
     The very file must be seen through the very mount: of two mounts of one directory each may have locks of its own.
     Not a `FileLock`, which is exclusive and could meet another process that tests it; shared locks meet nobody.
     """
-    if claim.get("boot") != _this_host()["boot"] or claim.get("pids") == _pid_namespace() or claim.get("held") is None:
+    locked = claim.get("locked")
+    if claim.get("boot") != _this_host()["boot"] or claim.get("pids") == _pid_namespace() or locked is None:
         return False
     with contextlib.suppress(OSError), open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b") as file:
-        if _file_identity(file.fileno()) == claim["held"]:
+        if _file_identity(file.fileno()) == locked:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return True
     return False

@@ -168,7 +168,7 @@ def note_before_dump(pids: Iterable[int], journal: Path) -> None:
         journal.write_text(json.dumps(found))
 
 
-def take_back(journal: Path, others: Iterable[Path], needed: Collection[str]) -> None:
+def remove_abandoned(journal: Path, others: Iterable[Path], needed: Collection[str]) -> None:
     """Remove the links that a dump has made since `note_before_dump`; it was discarded, or killed.
 
     ``needed``: links of images.  A file that another dump may have linked meanwhile, by one of the journals ``others``,

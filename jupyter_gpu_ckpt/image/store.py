@@ -305,7 +305,7 @@ class Store:
                 journal = path.with_name(path.name + layout.LINKS)
                 if journal.exists() and not (self.root / path.name.removeprefix(layout.DRAFT)).exists():
                     others = {*self.root.glob(f"{layout.DRAFT}*{layout.LINKS}")} - {journal}
-                    links.take_back(journal, others, self._needed_links())
+                    links.remove_abandoned(journal, others, self._needed_links())
                 journal.unlink(missing_ok=True)
                 if path.is_dir():  # another sweep may have held the lock before
                     shutil.rmtree(path, ignore_errors=True)

@@ -385,7 +385,7 @@ class KernelHost:
         pid = lifecycle.capsule.host_pid if lifecycle is not None and lifecycle.capsule is not None else None
         try:
             # Of a kernel on TCP nothing is needed: libzmq waits there until it can accept a connection.
-            with descriptors.room(pid, timeout) if pid is not None else contextlib.nullcontext():
+            with descriptors.headroom(pid, timeout) if pid is not None else contextlib.nullcontext():
                 gate.open(timeout)
                 if again:
                     gate.close()

@@ -40,8 +40,8 @@ _log = logging.getLogger(__name__)
 #: Dumps of this process at once.  Each takes some MiB of pipes, and Linux gives an ordinary user 64 MiB of them for all
 #: processes together (fs.pipe-user-pages-soft, pipe(7)): 20 at once had enough, of 50 a quarter did not.
 _TURNS = threading.BoundedSemaphore(8)
-#: Seconds from one look at how far CRIU is to the next.
-_LOOK = 0.005
+#: Seconds between two readings of how far CRIU is.
+_POLL_SECONDS = 0.005
 #: Dumps that are tried while a child of the kernel is killed during each; and while each is interrupted by a signal, or
 #: meets the kernel at a moment whose state passes.
 _TRIES, _TRIES_INTERRUPTED = 3, 5
@@ -231,7 +231,7 @@ def _shared_pages_dropped(attempt: Attempt, draft: Draft) -> Iterator[None]:
             kernel.cancellation.check()
             check_task()
 
-        while not ended.wait(_LOOK):
+        while not ended.wait(_POLL_SECONDS):
             check_cancelled()
             pages.advance(check_cancelled)
         pages.finish(check_cancelled)
@@ -266,7 +266,7 @@ def _require_restorable(directory: Path) -> None:
     if found := images.unrestorable(directory):
         more = f" and {len(found) - 1} more" if found[1:] else ""
         reason = "which belongs to one of its threads or is its working directory: it could not be opened again"
-        raise errors.UnsupportedFile(f"The kernel holds {found[0]}{more}, {reason}.", culprit=found[0], files=found)
+        raise errors.UnsupportedFile(f"The kernel has {found[0]} open{more}, {reason}.", culprit=found[0], files=found)
 
 
 def _require_proven(state: Mapping[str, Any], directory: Path) -> dict[str, Any]:

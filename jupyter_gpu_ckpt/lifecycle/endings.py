@@ -39,7 +39,7 @@ def end_gently(kernel: KernelState) -> None:
     rests, state = kernel.machine.plan is None and kernel.image is None, kernel.machine.state
     if kernel.capsule is not None and rests and state in (State.RUNNING, State.SUSPENDED):
         if state is State.RUNNING and kernel.restored_on_gpu:
-            suspend.take_off_gpu(kernel)
+            suspend.suspend_before_end(kernel)
         kernel.capsule.end()
 
 

@@ -183,7 +183,7 @@ def inspect(
         to_host -= spillable()
         available = available_memory()  # the kernel's library may have been freeing some, after a resume
     if on_device and available < to_host + MARGIN:
-        message = f"The kernel holds {size(on_device, 2)} on the GPU; {size(available, 2)} of host memory are free."
+        message = f"The kernel has {size(on_device, 2)} on the GPU; {size(available, 2)} of host memory are free."
         refusals.append(errors.NoMemory(message, needed=to_host + MARGIN, free=available))
     if disk_free is not None:
         processes = [*others, *([kernel] if kernel else [])]
@@ -257,16 +257,16 @@ def _is_used(adapter: Process) -> bool:
     return any(row[1].endswith(port) and row[3] == connected for row in _tcp_table(adapter.pid))
 
 
-def judge_requests(cells: int, others: Sequence[str], *, asks: bool = False) -> list[PreflightFinding]:
+def judge_requests(cells: int, others: Sequence[str], *, awaits_input: bool = False) -> list[PreflightFinding]:
     """Return the findings from what clients requested: cells that run or wait, the types of other requests.
 
-    ``asks``: the running cell waits for an answer of its user.
+    ``awaits_input``: the running cell waits for an answer of its user.
     """
     findings = []
     if cells:
         behind = f", and {cells - 1} more wait behind it" if cells > 1 else ""
         what, hint = "A cell is running", "Try again when the cell has finished, or interrupt the cell first."
-        if asks:
+        if awaits_input:
             what, hint = "A cell waits for input", errors.KernelBusy.hint_for_input
         busy = errors.KernelBusy(f"{what}{behind}.", hint=hint, left="the kernel runs on", cells=cells)
         findings.append(blocking(busy))
@@ -310,9 +310,9 @@ def inside_connections(pids: Iterable[int]) -> set[str]:
 
     They are connected with each other, or their other end was closed and they have its last bytes to read.
     """
-    held = connections.holders(pids)
-    rows = _tcp_rows(held)
-    own_rows = [row for row in rows if row[9] in held]
+    by_inode = connections.holders(pids)
+    rows = _tcp_rows(by_inode)
+    own_rows = [row for row in rows if row[9] in by_inode]
     ends = {row[9]: (row[1].removeprefix(_MAPPED), row[2].removeprefix(_MAPPED)) for row in own_rows}
     both = set(ends.values())
     inside = {inode for inode, (own, peer) in ends.items() if (peer, own) in both and own != peer}
@@ -325,12 +325,12 @@ def judge_connections(pids: Iterable[int], tree: Iterable[int]) -> list[Prefligh
     They come back closed, and SIGPIPE ends a program that writes to one and has no handler (bash, most C programs).
     """
     processes = [process for process in _living(pids) if not _DEBUGGER.search(process.command)]
-    held = {process.pid: connections.holders([process.pid]) for process in processes}
-    ends = {inode: end for of_process in held.values() for inode, end in of_process.items()}
+    sockets_of = {process.pid: connections.holders([process.pid]) for process in processes}
+    ends = {inode: end for of_process in sockets_of.values() for inode, end in of_process.items()}
     table = _outside(ends, inside_connections(tree)) if ends else {}
     connected: dict[str, list[Process]] = {}
     for process in processes:
-        for inode in held[process.pid].keys() & table.keys():
+        for inode in sockets_of[process.pid].keys() & table.keys():
             connected.setdefault(inode, []).append(process)
     if not connected:
         return []
@@ -343,25 +343,25 @@ def judge_connections(pids: Iterable[int], tree: Iterable[int]) -> list[Prefligh
     return [PreflightFinding("CONNECTIONS", text)]
 
 
-def _outside(held: Mapping[str, connections.Descriptor], inside: Container[str]) -> dict[str, int]:
-    """Return unread bytes by the inode of a socket, of open TCP connections ``held`` that are not ``inside``.
+def _outside(by_inode: Mapping[str, connections.Descriptor], inside: Container[str]) -> dict[str, int]:
+    """Return unread bytes by the inode of a socket, of open TCP connections ``by_inode`` that are not ``inside``.
 
     An end that the other side has closed counts while it has unread bytes.
     """
     found = {}
-    for row in _tcp_rows(held):
+    for row in _tcp_rows(by_inode):
         unread = int(row[4].rpartition(":")[2], 16)
         if row[3] == _CLOSE_WAIT:
             unread = max(0, unread - 1)  # Linux counts the end as a byte
         counts = row[3] == _ESTABLISHED or (row[3] == _CLOSE_WAIT and unread)
-        if counts and row[9] in held and row[9] not in inside:
+        if counts and row[9] in by_inode and row[9] not in inside:
             found[row[9]] = unread
     return found
 
 
-def _tcp_rows(held: Mapping[str, connections.Descriptor]) -> list[list[str]]:
-    """Return the rows of ``/proc/net/tcp`` and ``tcp6`` where the sockets ``held`` are; none where there are none."""
-    return next((_tcp_table(pid) for pid, _ in held.values()), [])
+def _tcp_rows(by_inode: Mapping[str, connections.Descriptor]) -> list[list[str]]:
+    """Return the rows of ``/proc/net/tcp`` and ``tcp6`` where the sockets ``by_inode`` are, if any."""
+    return next((_tcp_table(pid) for pid, _ in by_inode.values()), [])
 
 
 def _tcp_table(pid: int) -> list[list[str]]:

@@ -100,7 +100,7 @@ def _require_match(attempt: Attempt, image: Image) -> list[str]:
     found = _mismatches(attempt, image, accept)
     deadline = time.monotonic() + settings.lingering
     if lingering := [mismatch.what for mismatch in found if mismatch.found == LINGERS]:
-        kernel.gate.tell(f"The kernel wakes as soon as this is free: {', '.join(lingering)} ({LINGERS}).")
+        kernel.gate.print_notice(f"The kernel wakes as soon as this is free: {', '.join(lingering)} ({LINGERS}).")
     while any(mismatch.found == LINGERS for mismatch in found) and time.monotonic() < deadline:
         # The kernel's own port, from before its checkpoint: the system gives it back by itself.
         if kernel.cancellation.wait(0.2, Reason.DETACH_SOON):

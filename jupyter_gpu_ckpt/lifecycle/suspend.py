@@ -26,8 +26,8 @@ from .preflight import PreflightFinding
 _INSPECTIONS, _PAUSE = 3, 0.1
 #: The launch gate stays closed without a suspended process for this many times the seconds of a lock.
 _LOCKS = 2
-#: Seconds to take a process off the GPU that is to be killed, and bytes a second at which the driver does it.
-_OFF_GPU, _DRIVERS_RATE = 5.0, 2.5e9
+#: Seconds to suspend a process that is to be killed, and bytes a second at which the driver does it.
+_BEFORE_END, _DRIVERS_RATE = 5.0, 2.5e9
 
 
 def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFinding]:
@@ -288,7 +288,7 @@ def driver_checkpoint(kernel: KernelState, timeout_s: float) -> None:
 def refuse_device_files(kernel: KernelState) -> None:
     """Raise `DeviceHeld` if the kernel has device files open that are not CUDA's."""
     if held := kernel.engine.cuda.device_files(kernel.require_capsule().host_pid):
-        message = "The kernel holds GPU device files open that are not CUDA's (NVML, graphics)."
+        message = "The kernel has GPU device files open that are not CUDA's (NVML, graphics)."
         raise errors.DeviceHeld(message, files=held)
 
 
@@ -321,7 +321,7 @@ def open_gate(kernel: KernelState, timeout: float) -> None:
 
     Raises `LimitReached`: it was not connected to, because that would have ended it.
     """
-    with answering(kernel), descriptors.room(kernel.require_capsule().host_pid, timeout):
+    with answering(kernel), descriptors.headroom(kernel.require_capsule().host_pid, timeout):
         kernel.gate.open(timeout)
 
 
@@ -340,8 +340,8 @@ def request_agent(kernel: KernelState, verb: str, content: dict[str, Any]) -> di
 # -- the end of a kernel
 
 
-def take_off_gpu(kernel: KernelState) -> None:
-    """Suspend the CUDA state of processes that are to be killed, if that can be done in `_OFF_GPU` seconds.
+def suspend_before_end(kernel: KernelState) -> None:
+    """Suspend the CUDA state of processes that are to be killed, if that can be done in `_BEFORE_END` seconds.
 
     With a newer driver than those this project is made for, the end of a living process that the driver had restored
     hung the host, and that of a suspended one did not (cuda-checkpoint's issue 53).
@@ -351,12 +351,12 @@ def take_off_gpu(kernel: KernelState) -> None:
     def suspend() -> None:
         with contextlib.suppress(GpuCkptError):
             for pid in [pid for pid, state in cuda_processes.states(kernel).items() if state is CudaState.RUNNING]:
-                cuda.lock(pid, _OFF_GPU / 2)
+                cuda.lock(pid, _BEFORE_END / 2)
                 bytes = sum(kernel.engine.gpus.used_by(pid).values())
                 fits = bytes + preflight.MARGIN < preflight.available_memory()
-                if fits and bytes < _OFF_GPU / 2 * _DRIVERS_RATE:
-                    cuda.checkpoint(pid, timeout_s=_OFF_GPU / 2)
+                if fits and bytes < _BEFORE_END / 2 * _DRIVERS_RATE:
+                    cuda.checkpoint(pid, timeout_s=_BEFORE_END / 2)
 
-    thread = threading.Thread(target=suspend, name="gpu-ckpt-off-gpu", daemon=True)
+    thread = threading.Thread(target=suspend, name="gpu-ckpt-last-suspend", daemon=True)
     thread.start()
-    thread.join(_OFF_GPU)  # a driver that does not answer keeps nobody from ending the kernel
+    thread.join(_BEFORE_END)  # a driver that does not answer keeps nobody from ending the kernel

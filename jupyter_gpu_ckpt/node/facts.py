@@ -119,7 +119,7 @@ def keeps_inodes(kind: str) -> bool:
     return keeps_content(kind) and not kind.startswith(_RENUMBERED)
 
 
-def taken(path: str, inode: int, mtime: int) -> str:
+def occupant(path: str, inode: int, mtime: int) -> str:
     """Return a description of the file at a unix socket's path, if it is not the socket's own; else empty.
 
     An inode alone is not enough: the next file may get that of a removed one.  A socket that no process has any more is

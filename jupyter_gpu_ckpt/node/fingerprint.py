@@ -106,7 +106,7 @@ def inspect_node(
             {**port, "problem": node.unbindable(port["address"], port["number"], port["family"], port["type"])}
             for port in wanted.get("ports", [])
         ],
-        "sockets": [{**socket, "problem": node.taken(**socket)} for socket in wanted.get("sockets", [])],
+        "sockets": [{**socket, "problem": node.occupant(**socket)} for socket in wanted.get("sockets", [])],
         "driver": str(gpus[0]["driver"]) if gpus else "",
         "cuda": str(gpus[0].get("cuda") or "unknown") if gpus else "",
         "gpus": [{key: gpu[key] for key in ("uuid", "name", "total", "free")} for gpu in gpus],

@@ -42,8 +42,8 @@ AT_ONCE = 16 << 20
 LARGEST, LATER = 2 << 30, 8 << 30
 #: Nanoseconds: a younger change may be followed by another one with the same stamp.
 _SETTLED = 2_000_000_000
-#: Seconds from one look to the next whether a file that was changed just now has settled.
-_LOOK = 0.05
+#: Seconds between two checks whether a file that was changed just now has settled.
+_POLL_SECONDS = 0.05
 _SECOND = 1_000_000_000
 _BLOCK = 1 << 20
 _VERSION = 1
@@ -165,12 +165,12 @@ class Hashes:
                 if not self._pending or cancelled():
                     self._pending.clear()
                     break
-                file = self._take_settled()
+                file = self._next_settled()
             if file is not None:
                 self.of(*file, cancelled)
             else:
                 self._save()  # for other processes; the files that are left may take a while
-                time.sleep(_LOOK)
+                time.sleep(_POLL_SECONDS)
         self._save()
         with self._lock:
             self._thread = None
@@ -178,8 +178,8 @@ class Hashes:
         if more:
             self.begin()
 
-    def _take_settled(self) -> tuple[str, Facts] | None:
-        """Take the first pending file that has not changed just now.  Called with the lock held."""
+    def _next_settled(self) -> tuple[str, Facts] | None:
+        """Remove and return the first pending file that has not changed just now.  Called with the lock held."""
         for path, facts in [*self._pending.items()]:
             if (wait := _unsettled(facts)) <= 0 or wait > _SETTLED:  # a time in the future: it would never be
                 del self._pending[path]

@@ -78,10 +78,10 @@ def holders(pids: Iterable[int]) -> dict[str, Descriptor]:
     return found
 
 
-def pairs(held: Iterable[Descriptor]) -> list[tuple[Descriptor, Descriptor]]:
-    """Return the connections both of whose ends are among the sockets ``held``."""
+def pairs(descriptors: Iterable[Descriptor]) -> list[tuple[Descriptor, Descriptor]]:
+    """Return the connections both of whose ends are among the sockets ``descriptors``."""
     found: dict[sockets.Ends, Descriptor] = {}
-    for descriptor in held:
+    for descriptor in descriptors:
         # Closed meanwhile, or not ours to reach.
         with contextlib.suppress(OSError), _socket(descriptor) as sock:
             if (ends := sockets.connection(sock)) is not None:
@@ -129,16 +129,16 @@ def _are_local(own: tuple[str, int], peer: tuple[str, int]) -> bool:
     return own[0] == peer[0] or own[0] == "::1" or own[0].startswith("127.")
 
 
-def _closed_by_peer(held: Mapping[str, Descriptor]) -> dict[Descriptor, ClosedPeer]:
-    """Return those of the sockets ``held`` that have something to read, and whose other end nobody has open."""
-    if not held:
+def _closed_by_peer(by_inode: Mapping[str, Descriptor]) -> dict[Descriptor, ClosedPeer]:
+    """Return those of the sockets ``by_inode`` that have something to read, and whose other end nobody has open."""
+    if not by_inode:
         return {}
     rows = _table()
-    found = {held[inode]: peer for inode, peer in closed_by_peer(held, rows).items()}
-    for inode in held.keys() - {row[9] for row in rows}:  # one whose connection is over is in no table
-        with contextlib.suppress(OSError), _socket(held[inode]) as sock:
+    found = {by_inode[inode]: peer for inode, peer in closed_by_peer(by_inode, rows).items()}
+    for inode in by_inode.keys() - {row[9] for row in rows}:  # one whose connection is over is in no table
+        with contextlib.suppress(OSError), _socket(by_inode[inode]) as sock:
             if sockets.is_over(sock):
-                found[held[inode]] = ClosedPeer(None, 0)
+                found[by_inode[inode]] = ClosedPeer(None, 0)
     return {descriptor: peer for descriptor, peer in found.items() if peer.unsent or _readable(descriptor)}
 
 
@@ -161,9 +161,9 @@ def abort_at_end(pids: Iterable[int]) -> None:
 
     Else one end of each lingers for a minute (TIME_WAIT, tcp(7)), and it cannot be made again meanwhile.
     """
-    held = holders(pids)
-    ends = [descriptor for pair in pairs(held.values()) for descriptor in pair]
-    for descriptor in (*ends, *_closed_by_peer(held)):
+    by_inode = holders(pids)
+    ends = [descriptor for pair in pairs(by_inode.values()) for descriptor in pair]
+    for descriptor in (*ends, *_closed_by_peer(by_inode)):
         with contextlib.suppress(OSError), _socket(descriptor) as sock:
             sockets.abort_at_end(sock)
 
@@ -210,8 +210,8 @@ def save(pids: Sequence[int], path: str) -> list[Drained | DrainedClosed]:
     Return what was read out of them: what has not even reached its reader, whose queue is full, is seen by nobody else.
     `put_back` undoes that.  Raises `UnsavableConnection` for a connection that could not come back as it is.
     """
-    held = holders(pids)
-    connected, closed = pairs(held.values()), _closed_by_peer(held)
+    by_inode = holders(pids)
+    connected, closed = pairs(by_inode.values()), _closed_by_peer(by_inode)
     if not connected and not closed:
         return []
     waiting, deadline = [descriptor for pair in connected for descriptor in pair], time.monotonic() + _ARRIVAL_TIMEOUT
@@ -225,7 +225,7 @@ def save(pids: Sequence[int], path: str) -> list[Drained | DrainedClosed]:
                 if sender in waiting:
                     _drain(reader, sender, drained)
         ends = [[_save_end(descriptor, drained.get(descriptor)) for descriptor in pair] for pair in connected]
-        listeners = _listeners(held)
+        listeners = _listeners(by_inode)
         ended = [_save_closed(descriptor, peer, listeners, emptied) for descriptor, peer in closed.items()]
         with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             json.dump({"listeners": listeners, "connections": ends, "closed": ended}, file)
@@ -317,9 +317,9 @@ def _on_their_way(sock: socket.socket, closed: ClosedPeer) -> int:
     return count
 
 
-def _listeners(held: Mapping[str, Descriptor]) -> list[Descriptor]:
-    """The listening TCP sockets among those ``held``."""
-    return [held[row[9]] for row in _table() if row[3] == _LISTENS and row[9] in held]
+def _listeners(by_inode: Mapping[str, Descriptor]) -> list[Descriptor]:
+    """The listening TCP sockets among those ``by_inode``."""
+    return [by_inode[row[9]] for row in _table() if row[3] == _LISTENS and row[9] in by_inode]
 
 
 def _table() -> list[list[str]]:

@@ -39,7 +39,7 @@ def may_connect(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def room(pid: int, wait_s: float) -> Iterator[None]:
+def headroom(pid: int, wait_s: float) -> Iterator[None]:
     """Let a process have descriptors for the connections that the body makes to it.
 
     Where it has few its soft limit is raised meanwhile.  Raises `LimitReached`, before the body is run, if it cannot be

@@ -92,11 +92,11 @@ def findings(provisioner: GpuCkptProvisioner) -> dict[str, Any]:
         raise StateError(why_not(provisioner))
     if lifecycle.state is State.CHECKPOINTED:
         raise StateError("The kernel is checkpointed already.", hint="Nothing is to be done.")
-    asked = requests(provisioner)
-    found = [*asked, *suspend.findings(lifecycle.kernel)]
+    requested = requests(provisioner)
+    found = [*requested, *suspend.findings(lifecycle.kernel)]
     # Only of a kernel whose checkpoint is refused: to find out costs as much again.
     ok = not any(each.blocks for each in found)
-    may_suspend = ok or not any(each.blocks for each in [*asked, *suspend.findings(lifecycle.kernel, writes=False)])
+    may_suspend = ok or not any(each.blocks for each in [*requested, *suspend.findings(lifecycle.kernel, writes=False)])
     return {"ok": ok, "may_suspend": may_suspend, "findings": [each.as_dict() for each in found]}
 
 
@@ -106,7 +106,7 @@ def requests(provisioner: GpuCkptProvisioner) -> list[PreflightFinding]:
     if gate is None:
         return []
     under_way = gate.under_way
-    return judge_requests(under_way.cells, under_way.others, asks=under_way.asks)
+    return judge_requests(under_way.cells, under_way.others, awaits_input=under_way.awaits_input)
 
 
 def image(of: Image, root: Path) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def test_a_reader_that_is_only_slow_to_begin_misses_nothing(own_world, tmp_path,
 
 def test_outputs_go_on_after_a_reader_was_far_behind(own_world, tmp_path, caplog, monkeypatch) -> None:
     """The excess is dropped, and said; the cell's end is not."""
-    for name, value in {"BEHIND": 4 * MIB, "FAR_BEHIND": 8 * MIB, "MOST_HELD": 4 * MIB, "PATIENCE": 60}.items():
+    for name, value in {"BEHIND": 4 * MIB, "FAR_BEHIND": 8 * MIB, "MOST_QUEUED": 4 * MIB, "PATIENCE": 60}.items():
         monkeypatch.setattr(readers, name, value)
     world = own_world
     world.up()

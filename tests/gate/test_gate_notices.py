@@ -37,13 +37,13 @@ def test_it_outlives_the_gate(up: World) -> None:
 
 def test_a_text_for_the_cell_that_waits_is_shown_at_once(up: World) -> None:
     client = up.client()
-    up.gate.tell("nobody waits: nobody hears of it")
+    up.gate.print_notice("nobody waits: nobody hears of it")
     up.to_sleep()
     client.execute("1", silent=True)
     cell = client.execute("print('ran')")
     until(lambda: up.woken, "the cell woke the kernel")
     until(lambda: up.gate.queued == 2, "both wait")
-    up.gate.tell("it waits for a port")
+    up.gate.print_notice("it waits for a port")
     shown = client.get_iopub_msg(timeout=DEADLINE)
     while shown["msg_type"] != "stream":
         shown = client.get_iopub_msg(timeout=DEADLINE)

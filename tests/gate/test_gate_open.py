@@ -337,10 +337,10 @@ def test_an_address_that_is_closed_a_moment_later_is_waited_for(tmp_path: Path) 
 def test_a_cell_that_waits_for_input_is_told_from_one_that_works(up: World, end: str) -> None:
     client = up.client()
     code = "import time\ntry: input('name? ')\nexcept KeyboardInterrupt: pass\ntime.sleep(0.5)"
-    assert not up.gate.under_way.asks
+    assert not up.gate.under_way.awaits_input
     cell = client.execute(code, allow_stdin=True)
     client.get_stdin_msg(timeout=DEADLINE)
-    assert up.gate.under_way.asks
+    assert up.gate.under_way.awaits_input
     with pytest.raises(KernelBusy, match=r"A cell waits for input\.") as caught:
         up.gate.drain(0.3)
     assert "Answer its prompt" in caught.value.hint
@@ -350,6 +350,6 @@ def test_a_cell_that_waits_for_input_is_told_from_one_that_works(up: World, end:
     else:
         assert not up.gate.interrupt()
         up.kernel.process.send_signal(signal.SIGINT)
-    until(lambda: not up.gate.under_way.asks, "nobody waits for input")
+    until(lambda: not up.gate.under_way.awaits_input, "nobody waits for input")
     assert up.gate.under_way.cells == 1
     reply(client, cell)

@@ -262,17 +262,17 @@ def test_a_claim_without_a_locked_file_is_not_void(image, in_a_container):
     [
         ({}, True),
         ({"boot": "0" * 36, "machine": "another"}, False),
-        ({"held": [0, 0]}, False),
-        ({"held": "x"}, False),
-        ({"held": None}, False),
+        ({"locked": [0, 0]}, False),
+        ({"locked": "x"}, False),
+        ({"locked": None}, False),
     ],
 )
 def test_a_lock_says_something_of_this_boot_and_this_file_only(image, change, void):
     """The file may be seen through another mount, which has locks of its own."""
     claim = image.path / layout.CLAIM
     claim.touch()
-    held = [claim.stat().st_dev, claim.stat().st_ino]
-    claim.write_text(json.dumps({**leases._this_host(), "pids": "pid:[1]", "pid": 1, "held": held, **change}))
+    locked = [claim.stat().st_dev, claim.stat().st_ino]
+    claim.write_text(json.dumps({**leases._this_host(), "pids": "pid:[1]", "pid": 1, "locked": locked, **change}))
     if void:
         with image.lease():
             return
@@ -285,7 +285,7 @@ def test_a_process_of_ours_is_judged_by_its_id_and_by_no_lock(image, another_pro
     kept: list[int] = []
     with image.lease() as lease:
         lease.claim(another_process.pid, lambda fd: kept.append(os.dup(fd)))
-    assert json.loads((image.path / layout.CLAIM).read_text())["held"]
+    assert json.loads((image.path / layout.CLAIM).read_text())["locked"]
     os.close(kept[0])
     with pytest.raises(ImageBusy), image.lease():
         pass

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from images import FACTS, publish
 
-from jupyter_gpu_ckpt.image.links import take_back
+from jupyter_gpu_ckpt.image.links import remove_abandoned
 from jupyter_gpu_ckpt.node.facts import file_facts
 
 
@@ -84,7 +84,7 @@ def test_a_journal_with_nonsense_removes_nothing(tmp_path, link, journal):
     path = tmp_path / "journal"
     if journal is not None:
         path.write_text(journal)
-    take_back(path, [path], ())
+    remove_abandoned(path, [path], ())
     assert link.exists()
 
 
@@ -93,9 +93,9 @@ def test_a_file_that_another_dump_may_have_linked_keeps_its_links(tmp_path, link
     ours, others = tmp_path / "ours", tmp_path / "others"
     for journal in (ours, others):
         journal.write_text(json.dumps(noted))
-    take_back(ours, [others], ())
+    remove_abandoned(ours, [others], ())
     assert link.exists()
-    take_back(ours, [], {str(link)})
+    remove_abandoned(ours, [], {str(link)})
     assert link.exists(), "an image needs it"
-    take_back(ours, [], ())
+    remove_abandoned(ours, [], ())
     assert not link.exists()

@@ -43,13 +43,13 @@ def test_numbers_below_the_limit_count():
 
 
 def test_a_limit_that_is_far_is_left_alone():
-    with process(1000, 1000) as pid, descriptors.room(pid, 0):
+    with process(1000, 1000) as pid, descriptors.headroom(pid, 0):
         assert limit(pid) == (1000, 1000)
 
 
 def test_a_soft_limit_is_raised_meanwhile():
     with process(10, 1000) as pid:
-        with descriptors.room(pid, 0):
+        with descriptors.headroom(pid, 0):
             assert limit(pid) == (1000, 1000)
             assert descriptors.may_connect(pid)
         assert limit(pid) == (10, 1000)
@@ -57,7 +57,7 @@ def test_a_soft_limit_is_raised_meanwhile():
 
 def test_a_limit_that_the_program_sets_meanwhile_stays():
     with process(10, 1000) as pid:
-        with descriptors.room(pid, 0):
+        with descriptors.headroom(pid, 0):
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (50, 900))
         assert limit(pid) == (50, 900)
 
@@ -76,10 +76,10 @@ def may_raise(pid: int) -> bool:
 def test_a_hard_limit_is_raised_by_those_who_may():
     with process(8, 9) as pid:
         if may_raise(pid):
-            with descriptors.room(pid, 0):
+            with descriptors.headroom(pid, 0):
                 assert descriptors.may_connect(pid)
         else:
-            with pytest.raises(LimitReached, match=r"\(9\)"), descriptors.room(pid, 0.1):
+            with pytest.raises(LimitReached, match=r"\(9\)"), descriptors.headroom(pid, 0.1):
                 pytest.fail("nothing is to be connected")
         assert limit(pid) == (8, 9)
 
@@ -88,5 +88,5 @@ def test_a_process_that_closes_files_in_time_is_waited_for(monkeypatch):
     numbers = iter([range(9), range(9), range(9), range(3)])
     monkeypatch.setattr(descriptors, "_raised_limit", contextlib.nullcontext)
     monkeypatch.setattr(descriptors.procfs, "descriptors", lambda pid: next(numbers))
-    with process(11, 11) as pid, descriptors.room(pid, 60):
+    with process(11, 11) as pid, descriptors.headroom(pid, 60):
         assert next(numbers, None) is None

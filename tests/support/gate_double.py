@@ -45,7 +45,7 @@ class GateDouble:
     def notify(self, notice: str) -> None:
         self._do(f"notify {notice}")
 
-    def tell(self, text: str) -> None:
+    def print_notice(self, text: str) -> None:
         self._do(f"tell {text}")
 
     def cancel_prompt(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,29 @@ async def test_a_stock_kernel_leaves_none_either(tmp_path):
         client.stop_channels()
         await manager.shutdown_kernel()
     await until(lambda: not any(path.exists() for path in made))
+
+
+@pytest.fixture(scope="module")
+def files_left(criu_binary):
+    """The files that each kernel of `ended_program` has left, by its kind."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount an empty /tmp and /dev/shm")
+    empty = 'for each in /tmp /dev/shm; do mount -t tmpfs -o mode=1777 none $each || exit; done; exec "$@"'
+    unshare = ["unshare", "--mount", "--propagation", "private", "sh", "-c", empty, "sh"]
+    places = {"TMPDIR": "temporary", "XDG_RUNTIME_DIR": "run", "JUPYTER_RUNTIME_DIR": "jupyter"}
+    environment = dict(os.environ, **{name: f"/tmp/{place}" for name, place in places.items()})
+    environment |= {"JUPYTER_GPU_CKPT_KEYS": "/tmp/keys", "IPYTHONDIR": "/tmp/work/ipython"}
+    program = [sys.executable, str(Path(__file__).with_name("ended_program.py"))]
+    ran = subprocess.run([*unshare, *program], env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.parametrize("kind", ["awake", "woken", "asleep"])
+def test_a_kernel_leaves_the_files_that_a_stock_kernel_leaves(files_left, kind):
+    """In /dev/shm, the temporary directory and both runtime directories; ours adds the empty one of its user."""
+    assert any("pymp" in path for path in files_left["stock"]), "a stock kernel has ended a child that leaves some"
+    assert [path for path in files_left[kind] if path != "XDG_RUNTIME_DIR: gpu-ckpt"] == files_left["stock"]
 
 
 @pytest.mark.parametrize("end", ENDS)

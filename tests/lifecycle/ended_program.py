@@ -1,0 +1,95 @@
+"""Start kernels, end them, and print the files that each has left in directories for files of a session.
+
+Run in a mount namespace whose ``/tmp`` and ``/dev/shm`` are empty: there every file is of one of these kernels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
+from harness import Notebook, notebook
+from jupyter_client.manager import AsyncKernelManager
+
+DIRECTORIES = {
+    "/dev/shm": "memory",
+    "/tmp/temporary": "TMPDIR",
+    "/tmp/run": "XDG_RUNTIME_DIR",
+    "/tmp/jupyter": "runtime",
+}
+#: Files that a kernel's end removes, by trackers, finalizers and children that notice it, and one that stays.
+CELL = """
+import multiprocessing, os, tempfile
+from multiprocessing import shared_memory
+block = shared_memory.SharedMemory(create=True, size=1 << 20)
+context = multiprocessing.get_context("spawn")
+event = context.Event()
+manager = multiprocessing.get_context("fork").Manager()
+shared = manager.list([1])
+temporary, directory = tempfile.NamedTemporaryFile(), tempfile.TemporaryDirectory()
+kept = open(os.path.join(tempfile.gettempdir(), "kept"), "w")
+print(block.name, len(shared))
+"""
+
+
+class StockNotebook(Notebook):
+    def __init__(self, manager, client) -> None:
+        self.manager, self.client = manager, client
+
+
+@asynccontextmanager
+async def stock():
+    manager = AsyncKernelManager(kernel_name="python3")
+    await manager.start_kernel(cwd="/tmp/work")
+    client = manager.client()
+    client.start_channels()
+    try:
+        await client.wait_for_ready(timeout=60)
+        yield StockNotebook(manager, client)
+    finally:
+        client.stop_channels()
+
+
+def left() -> list[str]:
+    """The files by their directory and name, without the part of a name that is another each time."""
+    found = []
+    for directory, name in DIRECTORIES.items():
+        for path in Path(directory).rglob("*"):
+            shape = re.sub(r"(?<=pymp-)\w{8}|(?<=listener-)\w{8}|(?<=tmp)\w{8}", "#", str(path.relative_to(directory)))
+            found.append(f"{name}: {shape}")
+    return sorted(found)
+
+
+def clear() -> None:
+    for directory in DIRECTORIES:
+        for path in sorted(Path(directory).rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+async def main() -> dict[str, list[str]]:
+    results = {}
+    for kind in ("stock", "awake", "woken", "asleep"):
+        async with stock() if kind == "stock" else notebook(Path("/tmp/work"), Path("/tmp/run/gpu-ckpt")) as kernel:
+            await kernel.run(CELL)
+            if kind in ("woken", "asleep"):
+                await kernel.provisioner.checkpoint()
+            if kind == "woken":
+                assert await kernel.run("print(shared[0], bytes(block.buf[:1]))") == "1 b'\\x00'"
+                await kernel.settled("running")
+            await kernel.manager.shutdown_kernel()
+        results[kind] = left()
+        clear()
+    return results
+
+
+if __name__ == "__main__":
+    for path in ("/tmp/work", "/tmp/keys", *[each for each in DIRECTORIES if each != "/dev/shm"]):
+        os.mkdir(path, 0o700)
+    print(json.dumps(asyncio.run(main())))

@@ -338,12 +338,14 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         request["root_program"] = str(root_program.install() or "")
         self._set_kernel(*self._request(request))
 
-    def attach_kernel(self, pid: int, *, frozen: bool = False) -> None:
+    def attach_kernel(self, pid: int, *, frozen: bool = False, alone: bool = False) -> None:
         """Let the process ``pid`` that CRIU restored run as the kernel, with its descendants.
 
-        ``frozen``: of all of them, only the CUDA driver's threads run.
+        ``frozen``: of all of them, only the CUDA driver's threads run; ``alone``: of the descendants.  The others run
+        after `unfreeze_threads`.
         """
-        self._set_kernel(*self._request({"verb": "attach_kernel", "pid": pid, "frozen": frozen}, 2 * ANSWER))
+        which = {"frozen": frozen, "alone": alone}
+        self._set_kernel(*self._request({"verb": "attach_kernel", "pid": pid, **which}, 2 * ANSWER))
 
     def _set_kernel(self, reply: dict[str, Any], fds: list[int]) -> None:
         self.inner_pid = reply["pid"]

@@ -273,12 +273,12 @@ def _unguard(pid: int) -> None:
 
 def unguard(
     root: int,
-    frozen: Callable[[int], FrozenThreads] | None = None,
+    frozen: Callable[[int], FrozenThreads | None] = lambda _: None,
     stay_stopped: Container[int] = (),
     *,
     kernel: int = 0,
 ) -> None:
-    """Remove SIGTRAP's guard from restored processes, and let them run, with all their threads ``frozen`` if given.
+    """Remove SIGTRAP's guard from restored processes, and let them run, all threads frozen of those in ``frozen``.
 
     ``root``, ``kernel``: as for `CriuGuard`.  Those in ``stay_stopped`` were stopped before their dump, and stay it.
     """
@@ -291,11 +291,9 @@ def unguard(
             _unguard(pid)
     for pid in pids:
         with _unless_ended(pid, vital):
-            if frozen is None:
-                break
-            threads = frozen(pid)
-            threads.freeze_stopped(time.monotonic() + STOP_TIMEOUT)
-            leaders[pid] = threads.leader
+            if (threads := frozen(pid)) is not None:
+                threads.freeze_stopped(time.monotonic() + STOP_TIMEOUT)
+                leaders[pid] = threads.leader
     for pid in reversed([pid for pid in pids if pid not in stay_stopped]):  # no parent sees that its children stopped
         with _unless_ended(pid, vital):
             resume(pid, leaders.get(pid))

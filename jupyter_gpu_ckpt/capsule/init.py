@@ -220,6 +220,18 @@ class Init:
             if grace:
                 resource.prlimit(job.pid, resource.RLIMIT_FSIZE, (0, 0))
             else:
+                self.kill_job(job)
+
+    @staticmethod
+    def kill_job(job: RunningProgram) -> None:
+        """Kill a program and its process group; with a restore all that it has made so far, of which nothing may run.
+
+        What CRIU traces would run on once CRIU has ended.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            if job.restores:
+                os.kill(-1, signal.SIGKILL)  # all processes of this pid namespace but its init
+            else:
                 os.killpg(job.pid, signal.SIGKILL)
 
     @staticmethod
@@ -236,8 +248,7 @@ class Init:
         if time.monotonic() - job.ended_at > KILLED_TIMEOUT:
             Init.fail(job, f"process {job.restores} was killed while it was restored")
             job.ended_at = math.inf
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
+            Init.kill_job(job)
 
     def connect(self) -> None:
         """Accept a new owner, if there is none."""
@@ -344,8 +355,7 @@ class Init:
         """Repair the kernel after a dump, or complete a restore, and answer the request."""
         self.job = None
         if code != 0:
-            with contextlib.suppress(ProcessLookupError):  # it has left no children
-                os.killpg(job.pid, signal.SIGKILL)  # one that has stopped itself would stay for good
+            self.kill_job(job)  # what it has left: a child that has stopped itself would stay for good
             self.unmount_left()
         seconds = time.monotonic() - job.began
         ended = job.guard.ended() if job.guard is not None else []
@@ -535,14 +545,21 @@ class Init:
         root, deadline = root_of(self.kernel), time.monotonic() + STOP_TIMEOUT
         return CriuGuard(root, deadline, self.frozen, kernel=self.kernel)
 
-    def attach_kernel(self, pid: int, frozen: bool = False) -> None:
-        """Make a restored process the capsule's kernel and let its tree run, all its threads ``frozen`` if wanted."""
+    def attach_kernel(self, pid: int, frozen: bool = False, alone: bool = False) -> None:
+        """Make a restored process the capsule's kernel and let its tree run, all its threads ``frozen`` if wanted.
+
+        ``alone``: those of all processes but the kernel and its root process.
+        """
         os.kill(pid, 0)
         if pid != self.kernel:
-            self.kernel = pid
+            self.kernel, root = pid, root_of(pid)
             self.watch_kernel()
             self.close_databases()
-            unguard(root_of(pid), self.frozen_threads if frozen else None, self.stay_stopped, kernel=pid)
+
+            def frozen_threads(each: int) -> FrozenThreads | None:
+                return self.frozen_threads(each) if frozen or (alone and each not in (root, pid)) else None
+
+            unguard(root, frozen_threads, self.stay_stopped, kernel=pid)
         self.answer_kernel()
 
     def status(self) -> dict[str, Any]:

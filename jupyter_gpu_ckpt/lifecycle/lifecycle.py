@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..capsule.capsule import ANSWER, Capsule
-from ..errors import CapsuleError, CapsuleGone, GpuCkptError, StateError
+from ..errors import CapsuleError, CapsuleGone, GpuCkptError, KernelSilent, StateError
 from ..image.store import Image
 from ..trace import Trace
 from . import compatibility, dump, endings, failures, host_memory, plans, resume
@@ -216,6 +216,7 @@ class Lifecycle:
                 kernel.chunks.stop(outdated=goal is State.RUNNING)
             failure, again = self._attempt(Attempt(kernel, goal, **options), steps, retry=True)
             if again:
+                options["needs_children"] = isinstance(failure, KernelSilent)  # perhaps it waits for one of them
                 failure, _ = self._attempt(Attempt(kernel, goal, again=True, **options), advance(self.kernel, verb))
             if kernel.chunks is not None:
                 kernel.chunks.in_use = False

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from ..capsule.capsule import Capsule
 from ..cuda.cuda import CudaState
 from ..cuda.gpus import gpu_mapping
-from ..errors import BadRequest, KeyUnusable, UnsupportedCuda
+from ..errors import BadRequest, CapsuleError, CapsuleGone, KeyUnusable, UnsupportedCuda
 from . import cuda_processes, host_memory, preflight
-from .context import Attempt, KernelState, Saved
+from .context import Attempt, KernelState, PartlyDone, Saved
 from .plans import State
 from .suspend import open_gate, request_agent
 
@@ -68,7 +68,7 @@ def cuda_resume(attempt: Attempt) -> None:
             kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
         else:
             kernel.fast_path().open_launch_gate()
-        capsule.unfreeze_threads(all=True)
+        capsule.unfreeze_threads(all=not attempt.alone)
         host_memory.end_spill(kernel)
         kernel.saved.cuda = False
         attempt.gpu_mapping = None
@@ -107,7 +107,7 @@ def thaw(attempt: Attempt) -> None:
 
 
 def release(attempt: Attempt) -> None:
-    """Forward the queued messages to the kernel."""
+    """Forward the queued messages to the kernel, and let its children run."""
     kernel = attempt.kernel
     if not attempt.unwinding:
         if attempt.lease is not None:
@@ -117,6 +117,20 @@ def release(attempt: Attempt) -> None:
         else:  # until a restored kernel's image is deleted it is what is left if the kernel dies
             supersede_images(kernel)
     kernel.gate.release()
+    if attempt.alone:
+        _release_children(attempt)
+
+
+def _release_children(attempt: Attempt) -> None:
+    """Let the children of a restored kernel run: from here on its image is not needed any more."""
+    capsule = attempt.kernel.require_capsule()
+    try:
+        if attempt.kernel.home.outlive:  # else they would have run when this server ended before the image is deleted
+            capsule.outlive()
+        capsule.unfreeze_threads(all=True)
+        attempt.alone = False
+    except (CapsuleError, CapsuleGone) as error:
+        raise PartlyDone from error  # the kernel has its messages
 
 
 def supersede_images(kernel: KernelState) -> None:

@@ -34,7 +34,16 @@ from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, SOCKET, VERSION
 from jupyter_gpu_ckpt.capsule.root_process import fork_below, root_of
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
 from jupyter_gpu_ckpt.capsule.subreaper import Subreaper
-from jupyter_gpu_ckpt.process import device_files, file_locks, inventory, reapply, shared_memory, sqlite_wal, syscalls
+from jupyter_gpu_ckpt.process import (
+    descriptors,
+    device_files,
+    file_locks,
+    inventory,
+    reapply,
+    shared_memory,
+    sqlite_wal,
+    syscalls,
+)
 from jupyter_gpu_ckpt.process.connections import UnsavableConnection
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.preparation import Preparation, complete_restore
@@ -780,6 +789,7 @@ class Init:
             signal.signal(each, signal.SIG_DFL)
         if capable:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # see `expire`
+            descriptors.raise_limit()
         if self.rootless and capable:
             syscalls.raise_ambient()
         elif self.rootless:

@@ -190,6 +190,11 @@ def _opened(directory: Path) -> set[int | None]:
     return {number_of(fields, _FDINFO_ID) for fields in _descriptors(directory)}
 
 
+def highest_descriptor(directory: Path) -> int:
+    """Return the highest number of a descriptor in the kernel's processes.  Raises `ImageFormat`."""
+    return max((number_of(each, FDINFO_FD) or 0 for each in _descriptors(directory)), default=0)
+
+
 def _descriptors(directory: Path) -> Iterator[list[Field]]:
     for path in directory.glob("fdinfo-*.img"):
         yield from map(fields_of, records(path, FDINFO_MAGIC))

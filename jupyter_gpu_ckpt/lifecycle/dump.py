@@ -29,7 +29,7 @@ from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.manifest import Manifest
 from ..node.fingerprint import fingerprint
-from ..process import connections, shared_memory
+from ..process import connections, descriptors, shared_memory
 from ..process.sockets import let_ports_be_rebound
 from . import cuda_processes, host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Reason
@@ -288,6 +288,8 @@ def _require_proven(state: Mapping[str, Any], directory: Path) -> dict[str, Any]
         raise errors.UnsupportedSocket(message)
     notes: dict[str, Any] = state["notes"]
     tasks.remove_posix_locks(directory, notes)
+    for pid, process in state["inventory"].items():
+        notes.setdefault(pid, {})["limits"] = process["limits"]
     owners = {str(tid): pid for pid, process in state["inventory"].items() for tid in process["threads"]}
     for tid, signal in tasks.remove_death_signals(directory).items():
         threads = notes.setdefault(owners[str(tid)], {}).setdefault("threads", {})
@@ -418,6 +420,7 @@ def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
         cuda=saved.cuda,
         device_bytes=saved.device_bytes,
         memory=attempt.swapped_bytes + pages + attempt.dropped_bytes - attempt.shared_bytes,
+        open_files=descriptors.needed_limit(images.highest_descriptor(directory)),
     )
 
 

@@ -9,7 +9,7 @@ not on them is refused by its name while the kernel still lives.
 
 *notes*: state that CRIU forgets and that `reapply` puts back before the restored processes run.
 
-*inventory*: threads, descriptors and mappings, all of which CRIU's image must have (`tasks.missing`).
+*inventory*: threads, descriptors and mappings, all of which CRIU's image must have (`tasks.missing`); and limits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,21 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import stat
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import file_facts, shared_memory, sockets, syscalls, terminals, watched_files
+from jupyter_gpu_ckpt.process import (
+    descriptors,
+    file_facts,
+    shared_memory,
+    sockets,
+    syscalls,
+    terminals,
+    watched_files,
+)
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.reapply import readable_policy, timer_time
 from jupyter_gpu_ckpt.procfs import Mount
@@ -104,6 +113,7 @@ _MOUNTED_BY_LINUX = {"nfs", "nfs4", "cifs", "smb3", "afs", "ceph"}
 #: Descriptors that CRIU's code has open at once in a process (``compel/src/lib/infect.c``, ``criu/mem.c``).
 _CRIU_DESCRIPTORS = 3
 _OPEN_FILES = re.compile(r"^Max open files +(\d+) ", re.M)
+_LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"]  # of BSD
 #: SIGTRAP (of a tracer), SIGCHLD and SIGSTOP (of a dump).
 _HARMLESS_SIGNALS = 1 << 4 | 1 << 16 | 1 << 18
 _O_DIRECT = 0o40000
@@ -277,6 +287,7 @@ class _OwnState:
         #: Pids that were the last to change some System V semaphore.
         self.semaphore_users = set(syscalls.semaphore_users())
         self.seccomp = procfs.status().get("Seccomp", "0")
+        self.open_files = descriptors.limit_of_criu()
 
 
 def _slice(tid: int) -> bytes:
@@ -449,12 +460,22 @@ class _Process:
             self.found.refuse("System V semaphores that it has changed (semop)", hint=hint)
         if (filter_ := _optional(f"{self.root}/coredump_filter")) != self.mine.coredump_filter and filter_:
             self.notes["coredump_filter"] = int(filter_, 16)
+        self.inventory["limits"] = {name: resource.prlimit(self.pid, getattr(resource, name)) for name in _LIMITS}
         words = _optional(f"{self.root}/autogroup").split()
         if words and words[-1] != "0":
             self.notes["autogroup_nice"] = int(words[-1])
 
     def limit(self) -> None:
-        """Refuse a process that may not open the few descriptors that CRIU's code in it needs."""
+        """Refuse a process that may not open the few descriptors that CRIU's code in it needs, or has none left for it.
+
+        See `descriptors` for the latter, which is of the restore.
+        """
+        highest, most = max(self.inventory["descriptors"], default=0), self.mine.open_files
+        if highest > descriptors.highest_number(most):
+            where = f"where a process may open {most} files (RLIMIT_NOFILE)"
+            what = f"a descriptor with the number {highest}, which is too high {where}"
+            last = f"Numbers up to {descriptors.highest_number(most)} come back: close it, or give it a lower number"
+            self.found.refuse(what, hint=f"{last} (os.dup); or have the server started with a higher hard limit.")
         if (found := _OPEN_FILES.search(procfs.read(f"{self.root}/limits"))) is None:  # it is unlimited
             return
         limit = int(found[1])

@@ -102,10 +102,21 @@ def stop(pid: int, deadline: float, frozen: FrozenThreads | None = None) -> bool
     while not _all_stopped(pid):
         if time.monotonic() > deadline:
             error = _does_not_stop(pid)
-            resume(pid)
+            leader = None
+            with contextlib.suppress(OSError):
+                leader = _freeze_again(frozen)
+            resume(pid, leader)
             raise error
         time.sleep(0.0005)
     return True
+
+
+def _freeze_again(frozen: FrozenThreads | None) -> Tracee | None:
+    """Freeze the threads of a process, whose stop is about to end, that must not run.  Return its leader, if frozen."""
+    if frozen is None:
+        return None
+    frozen.freeze_again(time.monotonic() + STOP_TIMEOUT)
+    return frozen.leader
 
 
 def _return_to_stop(pid: int, deadline: float) -> None:
@@ -361,7 +372,7 @@ class CriuGuard:
 
     ``kernel``: the process that must live as the root must; by default the root itself.
     ``deadline``: `time.monotonic` by which all threads must have stopped.  ``frozen``: frozen threads, by process, stop
-    where they are; those that wait in the CUDA driver's code are frozen again before the process runs on.  Raises
+    where they are; those that must not run while CUDA is suspended are frozen again before the process runs on.  Raises
     `OSError`, of which `TimeoutError` is one; everything runs on as before then.
     """
 
@@ -463,11 +474,7 @@ class CriuGuard:
         failures = list(self._put_locks_back())
         for pid in reversed(self._ran):  # no parent sees that its children stopped
             try:
-                leader = None
-                if (frozen := self._frozen.get(pid)) is not None:
-                    frozen.freeze_waiting_in_driver()
-                    leader = frozen.leader
-                resume(pid, leader)
+                resume(pid, _freeze_again(self._frozen.get(pid)))
             except procfs.GONE:  # it ended
                 continue
             except Exception as error:

@@ -153,7 +153,7 @@ class Init:
         #: Restored processes that were stopped before their dump by somebody else.
         self.stay_stopped: set[int] = set()
         #: By process, threads that must not run while its device memory is copied, also without an owner; and while its
-        #: CUDA state is suspended, those that wait in the driver's code.
+        #: CUDA state is suspended, those that wait in the driver's code, or all that could call it.
         self.frozen: dict[int, FrozenThreads] = {}
         self.selector = selectors.DefaultSelector()
         self.deadline = time.monotonic() + OWNER_TIMEOUT
@@ -619,6 +619,11 @@ class Init:
         self.frozen_threads(pid or self.kernel).freeze_waiting_in_driver()
         return {}
 
+    def freeze_callers(self, timeout: float, pid: int = 0) -> dict[str, Any]:
+        """Freeze the threads of a process, by default the kernel, that could call the CUDA driver."""
+        self.frozen_threads(pid or self.kernel).freeze_callers(time.monotonic() + timeout)
+        return {}
+
     def unfreeze_threads(self, all: bool = False) -> dict[str, Any]:
         """Let the kernel's frozen threads run, or those of all processes."""
         for pid in [*self.frozen] if all else [self.kernel]:
@@ -714,6 +719,7 @@ class Init:
         "note_inherited_files": note_inherited_files,
         "freeze_threads": freeze_threads,
         "freeze_threads_in_driver": freeze_threads_in_driver,
+        "freeze_callers": freeze_callers,
         "unfreeze_threads": unfreeze_threads,
         "host_memory": host_memory,
         "inspect": inspect,

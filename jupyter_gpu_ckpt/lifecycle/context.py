@@ -223,6 +223,9 @@ class KernelState:
     lasting_refusal: UnsupportedCuda | None = None
     #: The driver's last refusal, with a reason, to checkpoint the process.
     refused_checkpoint: UnsupportedCuda | None = None
+    #: Whether the gate has no connection to the process.  Without CUDA state that is made again by the next step that
+    #: needs it; a suspended kernel, whose threads may be frozen, cannot answer it and is connected when it is resumed.
+    disconnected: bool = False
     #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).
     supersedes_images: bool = False
 

@@ -59,7 +59,10 @@ def disconnect(attempt: Attempt) -> None:
         raise error
     pid, own = capsule.host_pid, kernel.home.own_sockets
     before = preflight.open_connections(pid, own)
+    if kernel.disconnected:  # by an earlier try, or an earlier server's end
+        return
     kernel.gate.close()
+    kernel.disconnected = True
     deadline = time.monotonic() + kernel.settings.connect
     # Each endpoint must lose one, the gate's.  Others may stay: a kernel can be connected to itself, and CRIU names a
     # stranger's.
@@ -139,6 +142,7 @@ def _suspend_warm(kernel: KernelState) -> None:
         raise errors.CudaError("The kernel is on the GPU, and was to be off it.", hint="Run a cell, and try again.")
     deadline = kernel.deadline(sum(kernel.saved.device_bytes.values()))
     locked, own = [pid for pid in states if states[pid] is CudaState.LOCKED], kernel.require_capsule().host_pid
+    cuda_processes.keep_from_driver(kernel, locked)
     cuda_processes.checkpoint(kernel, [pid for pid in locked if pid != own], deadline)
     if own in locked:
         driver_checkpoint(kernel, deadline)

@@ -91,6 +91,7 @@ class Lifecycle:
             # state, and what it could be restored from if it died now.
             kernel.supersedes_images = capsule is not None
             kernel.restored_on_gpu = capsule is not None  # nobody knows
+            kernel.disconnected = state is State.SUSPENDED
             if state is State.RUNNING:
                 resume.supersede_images(kernel)
             advance(self.kernel, plans.Attached(state))

@@ -75,8 +75,10 @@ def cuda_resume(attempt: Attempt) -> None:
 
 
 def connect(attempt: Attempt) -> None:
-    """Connect the gate to the kernel."""
+    """Connect the gate to the kernel, unless that is suspended: its threads may be frozen, and `thaw` does it."""
     kernel = attempt.kernel
+    if kernel.saved.cuda:
+        return
     # Nothing comes after an undo that could try again, so a kernel that lives gets all the time there is.
     patience = kernel.settings.base if attempt.unwinding else 0.0
     open_gate(kernel, kernel.settings.connect + patience)
@@ -95,6 +97,8 @@ def _write_session(kernel: KernelState) -> None:
 def thaw(attempt: Attempt) -> None:
     """Have the agent undo a quiesce, refresh the environment, and show the settings that could not be put back."""
     kernel, notice = attempt.kernel, ""
+    if kernel.disconnected:
+        connect(attempt)
     if attempt.changed_settings:
         notice = f"This kernel came back without what it was set to: {'; '.join(attempt.changed_settings)}"
     if not kernel.home.has_agent:

@@ -174,7 +174,10 @@ def inspect(
     beside = [process for process in others if process not in adapters]
     if (error := _children(beside, why_not)) is not None:
         refusals.append(error)
-    for pid in (kernel_pid, *(process.pid for process in beside)) if disk_free is not None else ():
+    dumped = [kernel_pid, *(process.pid for process in beside)] if disk_free is not None else []
+    if (traced := _traced(dumped)) is not None:
+        refusals.append(traced)
+    for pid in dumped:
         if obstacle := terminals.obstacle(pid):
             refusals.append(errors.UnsupportedTerminal(f"The kernel's terminals could not come back: {obstacle}."))
             break
@@ -215,6 +218,21 @@ def _children(processes: Iterable[Process], why_not: Callable[[int], str]) -> er
     verb = "prevents" if len(refused) == 1 else "prevent"
     message = f"The kernel has {counted(len(refused), 'child process')} that {verb} it: {names}{more}."
     return errors.ChildProcesses(message, pids=[process.pid for process, _ in refused])
+
+
+def _traced(pids: Iterable[int]) -> errors.UnprovenState | None:
+    """Return the error for a process that one outside the capsule traces: CRIU, a tracer as well, cannot attach to it.
+
+    The capsule's init traces processes that are frozen, and the inventory sees those that another one of them traces.
+    """
+    for pid in pids:
+        with contextlib.suppress(OSError):  # one of the two has ended
+            tracer = int(procfs.status(pid)["TracerPid"])
+            if tracer and len(procfs.status(tracer)["NSpid"].split()) == 1:
+                message = f"The kernel's process {pid} is traced by {procfs.described(tracer)}."
+                hint = "End the tracer (a debugger, strace, a profiler), or detach it, and try again."
+                return errors.UnprovenState(message, hint=hint, culprit=tracer)
+    return None
 
 
 def judge_suspended(

@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -274,11 +275,38 @@ class Debugger:
         assert (await self.ask("disconnect", {"restart": False, "terminateDebuggee": False}))["success"]
 
 
+@pytest.fixture
+def traced(strace):
+    """Trace all threads of a process while the body runs; yields the tracer's pid."""
+
+    @contextlib.contextmanager
+    def tracing(pid: int) -> Iterator[int]:
+        command = [strace, "-f", "-o", "/dev/null", "-p", str(pid)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+            assert "attached" in tracer.stderr.readline()
+            try:
+                yield tracer.pid
+            finally:
+                tracer.terminate()
+
+    return tracing
+
+
 async def test_a_debugger_attached_as_jupyterlab_does_it(subject):
     await Debugger(subject.kernel.client).begin()
     error = await subject.fails(subject.provisioner.checkpoint, "DEBUGGER_ATTACHED")
     assert "bug button" in error.hint
     await subject.runs_on(error)
+
+
+async def test_a_tracer_outside_keeps_the_kernel_and_is_named(subject, traced):
+    """strace, gdb -p, py-spy: CRIU cannot attach, and the threads cannot be stopped."""
+    with traced(subject.capsule.host_pid) as tracer:
+        error = await subject.fails(subject.provisioner.checkpoint, "UNPROVEN_STATE")
+        assert f"process {tracer}" in error.message and "strace" in error.message
+        assert error.left == "the kernel runs on"
+        assert await subject.run("print(x)") == "41"
+    await subject.leaves_and_wakes()
 
 
 async def test_a_debugger_that_was_turned_off_keeps_nobody_and_can_be_turned_on_again(subject):

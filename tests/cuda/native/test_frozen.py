@@ -10,11 +10,12 @@ from fast_kernel import CONTEXT, A
 from fast_program import MIB, frozen
 from waiting import until
 
-from jupyter_gpu_ckpt import errors
+from jupyter_gpu_ckpt import errors, procfs
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.lifecycle import suspend
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.plans import State
+from jupyter_gpu_ckpt.process.ptrace import Tracee
 from jupyter_gpu_ckpt.testing.fake_cuda import LOCKED, RUNNING
 
 #: A thread that nearly always sleeps with a lock which the library's calls need.
@@ -77,6 +78,20 @@ def test_a_kernel_that_cannot_be_locked_is_frozen_while_its_memory_is_away(kerne
     found = {finding.code: finding.blocks for finding in suspend.findings(kernel.lifecycle.kernel, writes=False)}
     assert found["PROFILER_USED"] is False, "a suspend is possible"
     assert refused(kernel, "checkpoint", "PROFILER_USED").left == "the kernel runs on"
+    kernel.runs_on()
+
+
+def test_a_tracer_cannot_attach_to_it_and_wakes_nothing(kernel):
+    """strace and gdb would let a thread run that is frozen; each of them is traced already."""
+    kernel.lifecycle.suspend()
+    pid = kernel.lifecycle.capsule.host_pid
+    traced = [tid for tid in map(int, os.listdir(f"/proc/{pid}/task")) if procfs.status(tid)["TracerPid"] != "0"]
+    assert pid in traced
+    for tid in traced:
+        with pytest.raises(PermissionError):
+            Tracee(tid, running=True)
+    is_frozen(kernel)
+    kernel.lifecycle.wake()
     kernel.runs_on()
 
 

@@ -19,6 +19,8 @@ from programs import build as build_library
 from subject import MIB, PATIENCE, SOCKET_VARIABLE, Control, running
 from waiting import until
 
+from jupyter_gpu_ckpt.process.ptrace import Tracee
+
 NAMES = re.findall(r"F\((\w+)\)", (NATIVE / "launch_gate_names.h").read_text())
 NOT_READY, OPERATING_SYSTEM, NOT_FOUND = 600, 304, 500
 LACKING = "cuLaunchKernelEx"
@@ -303,6 +305,21 @@ def test_no_other_signal_ends_the_wait(caller):
         assert sorted(caller.ask("handled")) == ["SIGALRM", "SIGCHLD", "SIGUSR1"], "they were only delayed"
         caller.ask("signal.siginterrupt(signal.SIGINT, False)")
         assert caller.ask("signal.pthread_sigmask(signal.SIG_BLOCK, [])") == set()
+
+
+def test_a_tracer_that_comes_and_goes_does_not_end_the_wait(caller):
+    """It stops the thread in futex(2), which begins anew; the launch would run, and find no memory."""
+    with Control(caller.path) as control:
+        control.must("close 0")
+        caller.begin("driver.cuCtxSynchronize()")
+        caller.waits()
+        for _ in range(3):
+            with Tracee(caller.pid, running=True):
+                pass
+            caller.waits()
+        assert control.ask("status")["touches"] == 1
+        control.must("open")
+        assert caller.answer() == 0
 
 
 def test_a_call_is_all_that_makes_the_library_listen(programs, doubles, runtime_base):

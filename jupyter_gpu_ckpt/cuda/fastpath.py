@@ -607,6 +607,11 @@ class Preload:
     unknown_locks: bool = False
 
 
+def built(directory: Path = _NATIVE) -> Path | None:
+    """Return the library as the package was built with it; None where it was built without a C compiler."""
+    return min(directory.glob("_fastpath*.so"), default=None)
+
+
 @functools.cache
 def preload(built_in: Path = _NATIVE) -> Preload:
     """Return the library's copy that kernels preload, named by its content.
@@ -614,9 +619,9 @@ def preload(built_in: Path = _NATIVE) -> Preload:
     An image names it among the files that its kernel has mapped, so another release must not replace it.  `freezer`
     recognizes it by the end of its name.
     """
-    if not (built := sorted(built_in.glob("_fastpath*.so"))):
+    if (library := built(built_in)) is None:
         return Preload(None, "it was not built: there was no C compiler when the package was installed")
-    content = built[0].read_bytes()
+    content = library.read_bytes()
     path = data_directory("native") / f"{hashlib.sha256(content).hexdigest()[:32]}{_LIBRARY}"
     try:
         if not path.exists() or path.read_bytes() != content:

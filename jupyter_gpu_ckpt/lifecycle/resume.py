@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from ..capsule.capsule import Capsule
 from ..cuda.cuda import CudaState
 from ..cuda.gpus import gpu_mapping
-from ..errors import BadRequest, CapsuleError, CapsuleGone, KeyUnusable, UnsupportedCuda
+from ..errors import BadRequest, KeyUnusable, UnsupportedCuda
 from . import cuda_processes, host_memory, preflight
-from .context import Attempt, KernelState, PartlyDone, Saved
+from .context import Attempt, KernelState, Saved
 from .plans import State
 from .suspend import open_gate, request_agent
 
@@ -111,7 +111,7 @@ def thaw(attempt: Attempt) -> None:
 
 
 def release(attempt: Attempt) -> None:
-    """Forward the queued messages to the kernel, and let its children run."""
+    """Let the children of a restored kernel run, and forward the queued messages to it."""
     kernel = attempt.kernel
     if not attempt.unwinding:
         if attempt.lease is not None:
@@ -120,21 +120,12 @@ def release(attempt: Attempt) -> None:
             attempt.lease.claim(capsule.host_pid, capsule.keep_fd)
         else:  # until a restored kernel's image is deleted it is what is left if the kernel dies
             supersede_images(kernel)
-    kernel.gate.release()
     if attempt.alone:
-        _release_children(attempt)
-
-
-def _release_children(attempt: Attempt) -> None:
-    """Let the children of a restored kernel run: from here on its image is not needed any more."""
-    capsule = attempt.kernel.require_capsule()
-    try:
-        if attempt.kernel.home.outlive:  # else they would have run when this server ended before the image is deleted
+        capsule = kernel.require_capsule()
+        if kernel.home.outlive:  # else they would have run if this server ends before the image is deleted
             capsule.outlive()
         capsule.unfreeze_threads(all=True)
-        attempt.alone = False
-    except (CapsuleError, CapsuleGone) as error:
-        raise PartlyDone from error  # the kernel has its messages
+    kernel.gate.release()
 
 
 def supersede_images(kernel: KernelState) -> None:

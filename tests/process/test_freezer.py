@@ -253,19 +253,31 @@ def test_a_thread_that_may_be_a_driver_s_of_another_release(tmp_path, name):
         frozen.release()
 
 
+def kill_who_stopped(subject: Process, source: str) -> None:
+    """Have another process, which runs ``source``, stop all threads, and kill it."""
+    parker = subprocess.Popen(
+        [sys.executable, "-c", source, str(subject.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert parker.stdout is not None
+        assert int(parker.stdout.readline()) >= 5
+        stays_at_rest(subject)
+    finally:
+        parker.kill()
+        parker.communicate()
+
+
 def test_the_process_that_stopped_the_threads_is_killed(tmp_path):
     with running(tmp_path, *KINDS[:5]) as subject:
-        parker = subprocess.Popen(
-            [sys.executable, "-c", PARKER, str(subject.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert parker.stdout is not None
-            assert int(parker.stdout.readline()) >= 5
-            stays_at_rest(subject)
-        finally:
-            parker.kill()
-            parker.communicate()
+        kill_who_stopped(subject, PARKER)
         subject.goes_on(*KINDS[:5])
+
+
+def test_the_init_that_stopped_the_threads_is_killed(tmp_path):
+    """All processes of its namespace end with it, but its tracees would run until then."""
+    with running(tmp_path, *KINDS[:5]) as subject:
+        kill_who_stopped(subject, f"import os\nos.getpid = lambda: 1\n{PARKER}")
+        assert subject.process.wait(60) == -signal.SIGKILL
 
 
 def test_the_process_is_killed(tmp_path):

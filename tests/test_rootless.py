@@ -186,7 +186,7 @@ def test_limits_as_an_ordinary_user(place, criu):
     """Root's threads are not counted, and its hard limits can be raised."""
     nobody = Nobody(place, criu)
     tests = ["tests/agent/test_limits.py", "tests/process/test_descriptors.py"]
-    tests += ["tests/faults/test_no_descriptors.py", "tests/faults/test_open_files.py"]
+    tests += [f"tests/faults/test_{name}.py" for name in ("no_descriptors", "open_files", "long_names")]
     said = nobody.run(pytest_of(*tests), timeout=HANGS)
     assert " skipped" not in said
     chosen = "opened_all or no_more_threads"

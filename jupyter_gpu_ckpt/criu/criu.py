@@ -118,6 +118,11 @@ _CAUSES: tuple[tuple[str, type[CriuError | NoSpace | LimitReached], str], ...] =
         UnsupportedSocket,
         "The kernel is connected to a process outside through a unix socket ({0}).",
     ),
+    (
+        r"Unable too? cut .* from (/.*)",
+        UnsupportedSocket,
+        "The file of a unix socket of the kernel was renamed or moved after it was bound: it is {0} now.",
+    ),
     (r"In-flight connection()", UnsupportedSocket, "A connection to a port of the kernel is not accepted yet."),
     (
         r"Control messages in queue()",

@@ -271,6 +271,11 @@ def _require_restorable(directory: Path) -> None:
         more = f" and {len(found) - 1} more" if found[1:] else ""
         reason = "which belongs to one of its threads or is its working directory: it could not be opened again"
         raise errors.UnsupportedFile(f"The kernel has {found[0]} open{more}, {reason}.", culprit=found[0], files=found)
+    if found := images.with_too_long_names(directory):
+        more = f" and {len(found) - 1} more" if found[1:] else ""
+        message = f"The kernel has deleted files open whose names are too long to be made again: {found[0]}{more}."
+        hint = "Close them, or give such files shorter names before they are deleted, and try again."
+        raise errors.UnsupportedFile(message, hint=hint, culprit=found[0], files=found)
 
 
 def _require_proven(state: Mapping[str, Any], directory: Path) -> dict[str, Any]:

@@ -118,6 +118,8 @@ _LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_") and name
 _HARMLESS_SIGNALS = 1 << 4 | 1 << 16 | 1 << 18
 _O_DIRECT = 0o40000
 _DELETED = " (deleted)"
+#: Bytes of a deleted file's name with which it may come back; and with which it does, whatever number CRIU gives it.
+_LONGEST_NAME, _SAFE_NAME = 244, 235
 #: The largest exit status that CRIU restores; in wait(2)'s status, WCOREFLAG, and a signal that CRIU does not raise.
 _LARGEST_STATUS, _DUMPED, _LAST_SIGNAL = 0x7F, 0x80, 64
 _CAP_SYS_ADMIN = 1 << 21
@@ -584,6 +586,8 @@ class _Process:
             return
         facts = file_facts.of(path)
         kind = facts.mode
+        if not stat.S_ISDIR(kind):
+            self.deleted_name(target, facts.inode, f"open (descriptor {number})")
         if stat.S_ISFIFO(kind):
             if int(procfs.fdinfo(self.pid, number)["flags"], 8) & _O_DIRECT:
                 self.refuse_file(f"a pipe in packet mode (O_DIRECT, descriptor {number})")
@@ -600,6 +604,20 @@ class _Process:
             self.directory(number, target)
         elif not stat.S_ISLNK(kind):
             self.refuse_file(f"a file of an unknown kind, {target} (descriptor {number})")
+
+    def deleted_name(self, name: str, inode: int, used: str) -> None:
+        """Refuse a file that was deleted and has too long a name: CRIU gives it one that is longer, when it restores.
+
+        It then lacks the space for `` (deleted)`` (if the file has another name) or for ``.cr.1.ghost``.  How long the
+        latter is shows in its image (`images.with_too_long_names`).
+        """
+        if len(os.fsencode(name).rpartition(b"/")[2]) <= _LONGEST_NAME + len(_DELETED) or name.startswith("/memfd:"):
+            return
+        if path := procfs.path_of_deleted(name, inode):
+            bytes = len(os.fsencode(os.path.basename(path)))
+            what = f"a deleted file {used} whose name has {bytes} bytes ({path})"
+            hint = f"Close it; or give the file a name of at most {_SAFE_NAME} bytes before it is deleted (os.rename)."
+            self.refuse_file(what, hint)
 
     def file_system(self, target: str, number: int) -> str:
         """Why a regular file's file system keeps it from coming back, as a noun phrase; empty if it does not.
@@ -738,6 +756,7 @@ class _Process:
         memfds = set[tuple[str, int]]()
         for mapping in procfs.maps(self.pid):
             self.mapping_name(mapping.name)
+            self.deleted_name(mapping.name, mapping.inode, "mapped")
             if "\n" in mapping.name and os.geteuid() != 0 and not procfs.path_of_deleted(mapping.name, mapping.inode):
                 # An ordinary user's CRIU opens it by the name that /proc/PID/smaps shows.
                 what = f"memory of a file with a line break in its name ({mapping.name})"

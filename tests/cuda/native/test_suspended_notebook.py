@@ -29,7 +29,7 @@ SIGNALS = "import signal; signal.signal(signal.SIGINT, lambda *_: heard.append(2
 
 
 class Host:
-    """What the kernels of a test share: a driver, and a start of the kernel by one server after the other."""
+    """A driver, and the starts of one kernel by one server after the other."""
 
     def __init__(self, tmp_path, runtime_base, doubles, monkeypatch) -> None:
         self._path, self._base, self._libcuda = tmp_path, runtime_base, doubles / "libcuda.so.1"
@@ -50,7 +50,7 @@ class Host:
         pid = kernel.lifecycle.capsule.host_pid
         self._fake = self.driver.processes[self.driver.start({A: 8 * MIB}, pid=pid)]
         file = self._path / "suspended"
-        self.driver.tell(pid, file)
+        self.driver.add_double(pid, file)
         await kernel.run(QUERIES)
         await kernel.run(f"query({str(file)!r}, {str(self._libcuda)!r})")
         await self.goes_on(kernel)
@@ -83,7 +83,7 @@ async def kernel(host):
 
 
 async def stays(kernel) -> None:
-    """It is suspended and lives on; of its threads only the driver's and libzmq's run."""
+    """Assert that the kernel is suspended and lives on; of its threads only the driver's and libzmq's run."""
     assert kernel.state == "suspended"
     pid = kernel.lifecycle.capsule.host_pid
     states = thread_states(pid)
@@ -142,8 +142,8 @@ async def test_a_checkpoint_that_fails_leaves_it_suspended_and_a_cell_wakes_it(k
     await host.goes_on(kernel)
 
 
-async def test_the_status_of_a_suspended_kernel_is_told_without_it(kernel, host):
-    """As the panel and the idle policy read it, and as a magic's request that came just before the suspend."""
+async def test_the_status_of_a_suspended_kernel_needs_no_answer_of_it(kernel, host):
+    """The panel and the idle policy read it, and a magic's request that came just before the suspend."""
     await kernel.provisioner.suspend()
     status = await asyncio.to_thread(kernel.provisioner.agent_requests.status, kernel.lifecycle, {})
     assert status["state"] == "suspended"

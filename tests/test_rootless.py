@@ -240,6 +240,19 @@ def test_the_launch_gate_as_an_ordinary_user(place, criu):
 
 
 @root_only
+def test_frozen_kernels_as_an_ordinary_user(place, criu):
+    """The init stops threads of its own user's processes, without a right over any other."""
+    nobody = Nobody(place, criu)
+    chosen = "disk or signals or fails_leaves or next_owner or next_server or cannot_be_frozen or end_of or at_once"
+    tests = [f"tests/cuda/native/test_suspended_{part}.py" for part in ("calls", "notebook")]
+    tests += ["tests/process/test_freezer.py::test_threads_that_could_call_the_driver_are_frozen_and_libzmq_s_serve_on"]
+    said = nobody.run(pytest_of(*tests, "-k", f"{chosen} or could_call"), timeout=HANGS)
+    assert " passed" in said
+    assert " skipped" not in said
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
 def test_what_has_lost_its_parent_as_an_ordinary_user(place, criu):
     """The init traces CRIU, which has more rights than the user, and the process that CRIU restores first."""
     nobody = Nobody(place, criu)

@@ -198,8 +198,6 @@ def keep_from_driver(kernel: KernelState, pids: Iterable[int]) -> None:
         try:
             _unless_ended(kernel, pid, freeze)
         except errors.CapsuleError as error:
-            if error.details.get("errno") is None:  # no system call has refused it
-                raise
             message = "A thread cannot be stopped safely for as long as its CUDA state is suspended."
             hint = "It is in the C library or the CUDA driver all the time, or a debugger traces it: try again then."
             raise _named(kernel, pid, errors.KernelBusy(message, hint=hint, cause=error.message)) from error

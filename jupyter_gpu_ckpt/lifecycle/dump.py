@@ -57,10 +57,10 @@ def disconnect(attempt: Attempt) -> None:
         _require_fit(kernel)
     if (error := without_sockets(kernel)) is not None:
         raise error
-    pid, own = capsule.host_pid, kernel.home.own_sockets
-    before = preflight.open_connections(pid, own)
     if kernel.disconnected:  # by an earlier try, or an earlier server's end
         return
+    pid, own = capsule.host_pid, kernel.home.own_sockets
+    before = preflight.open_connections(pid, own)
     kernel.gate.close()
     kernel.disconnected = True
     deadline = time.monotonic() + kernel.settings.connect

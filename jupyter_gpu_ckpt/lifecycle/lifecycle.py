@@ -74,7 +74,7 @@ class Lifecycle:
                 capsule.close()
                 raise
             self.kernel.capsule, self.kernel.exit_status, self.kernel.end_requested = capsule, None, False
-            self.kernel.saved, self.kernel.restored_on_gpu = Saved(), False
+            self.kernel.saved, self.kernel.restored_on_gpu, self.kernel.disconnected = Saved(), False, False
             self.kernel.lasting_refusal = self.kernel.refused_checkpoint = None
             advance(self.kernel, plans.ProcessEvent.LAUNCHED)
 

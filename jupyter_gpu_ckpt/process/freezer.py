@@ -111,8 +111,8 @@ class FrozenThreads:
             lenient = time.monotonic() > strict_until
             return self._is_safe(tid, shared, lenient=lenient) and not self._runs_in(tid, shared.libzmq)
 
-        self._callers = True
         self._repeat(deadline, may_freeze, insist=True, kept=_NO_CALLER)
+        self._callers = True
 
     def freeze_again(self, deadline: float) -> None:
         """Freeze the threads of a process in a group stop, before that ends, which must not run while it is suspended.

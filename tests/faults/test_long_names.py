@@ -38,7 +38,7 @@ async def test_the_longest_name(subject):
         "os.makedirs('e' * 244 + '/f'); files.append(open(f\"{'e' * 244}/{'g' * 244}\", 'w')); os.unlink(files[15].name)"
     )
     error = await subject.fails(subject.provisioner.checkpoint, "FILE_UNSUPPORTED")
-    assert "The kernel holds deleted files whose names are too long to be made again: " in error.message
+    assert "The kernel has deleted files open whose names are too long to be made again: " in error.message
     await subject.runs_on(error)
     await subject.run("files.pop().close()")
     await subject.leaves_and_wakes()

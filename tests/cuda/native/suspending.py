@@ -32,29 +32,29 @@ def query(path, libcuda="libcuda.so.1"):
 
 
 class SuspendingDriver(FakeDriver):
-    """A `FakeDriver` that tells the doubles in processes that they are suspended, by a file for each."""
+    """A `FakeDriver` that suspends the doubles in processes, too, by a file for each."""
 
     def __init__(self, gpus: dict[str, int]) -> None:
         super().__init__(gpus)
         self._files: list[tuple[FakeProcess, Path]] = []
 
-    def tell(self, pid: int, path: Path) -> None:
+    def add_double(self, pid: int, path: Path) -> None:
         """Have the process's double, which watches ``path``, be suspended with the process."""
         self._files.append((self.processes[pid], path))
 
     def _cuda_checkpoint(self, pid: int) -> None:
         super()._cuda_checkpoint(pid)
-        for path in self._told(pid):
+        for path in self._files_of(pid):
             path.touch()
             until(lambda path=path: _said(path).exists() or not alive([pid]), "its memory is away")
 
     def _cuda_restore(self, pid: int, pairs: list[Any]) -> None:
         super()._cuda_restore(pid, pairs)
-        for path in self._told(pid):
+        for path in self._files_of(pid):
             path.unlink()
             until(lambda path=path: not _said(path).exists() or not alive([pid]), "its memory is back")
 
-    def _told(self, pid: int) -> list[Path]:
+    def _files_of(self, pid: int) -> list[Path]:
         return [path for process, path in self._files if process is self.processes[pid]]
 
 

@@ -62,7 +62,7 @@ class Stormy(FastKernel):
 
     def _query(self, program: Program, pid: int) -> None:
         path = program.directory / "suspended"
-        self.driver.tell(pid, path)
+        self.driver.add_double(pid, path)
         program.ask(f"exec({QUERIES!r}, globals())")
         program.ask(f"query({str(path)!r})")
         until(lambda: program.ask("queries[0]") > 1, "it asks")

@@ -79,6 +79,18 @@ def test_the_map_has_every_folder_of_the_package():
     assert {name for name in folders if f"`{name}/`" not in table} == set()
 
 
+def test_the_table_of_threads_has_every_name_of_a_thread():
+    page, named = (ROOT / "docs" / "architecture.md").read_text(), set()
+    for path in (ROOT / "jupyter_gpu_ckpt").rglob("*.py"):
+        if "testing" not in path.parts:
+            text = path.read_text()
+            named |= set(re.findall(r"Thread\([^\n]*name=f?\"([\w-]+)", text))
+            named |= set(re.findall(r"thread_name_prefix=f?\"([\w-]+)", text))
+            named |= set(re.findall(r"(?:BackgroundTask\(\s*|ThreadPoolExecutor\(.*, |Worker\()f?\"([\w-]+)", text))
+    assert len(named) > 12
+    assert {name for name in named if f"`{name}" not in page} == set()
+
+
 def test_every_make_target_the_readme_names_exists():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = re.findall(r"`?make ((?:[\w-]+ ?)+)", (ROOT / "README.md").read_text())

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 from harness import notebook
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
+from traitlets.config import Config
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CapsuleError, CapsuleGone
+from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 
 
 async def test_a_capsule_that_dies_at_the_start_is_no_reason_for_a_plain_kernel(
@@ -40,3 +48,17 @@ async def test_a_host_without_namespaces_gets_a_plain_kernel(tmp_path, runtime_b
     async with notebook(tmp_path, runtime_base) as kernel:
         assert kernel.lifecycle is None
         assert await kernel.run("print(6 * 7)") == "42"
+
+
+def test_a_kernelspec_opts_out_as_its_page_says():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "opting-out.md").read_text()
+    (named,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    config = Config()
+    config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
+    factory = KernelProvisionerFactory(config=config)
+    made = {
+        name: factory.create_provisioner_instance("id", KernelSpec(argv=[], **metadata), parent=None)
+        for name, metadata in {"plain": json.loads(named), "ours": {}}.items()
+    }
+    assert type(made["plain"]) is LocalProvisioner
+    assert type(made["ours"]) is GpuCkptProvisioner

@@ -308,7 +308,7 @@ def test_no_other_signal_ends_the_wait(caller):
 
 
 def test_a_tracer_that_comes_and_goes_does_not_end_the_wait(caller):
-    """It stops the thread in futex(2), which begins anew; the launch would run, and find no memory."""
+    """A stop in futex(2), which begins anew; a launch that ran would find no memory."""
     with Control(caller.path) as control:
         control.must("close 0")
         caller.begin("driver.cuCtxSynchronize()")

@@ -77,9 +77,9 @@ class RegularFile:
 
     ``size`` in bytes, None where a restore does not compare it: of directories, and of files that are only appended
     to.  ``mode`` as in ``stat(2)``.  ``open``: it has a descriptor; else it is mapped, or is the root or working
-    directory.  ``writes``: the kernel may write to it; ``code``: it is mapped as program code.  ``made``: the dump has
-    given it this name, as its own had been deleted; a restore removes it.  ``locked``: the kernel has locked it;
-    ``posix_locks``: its POSIX locks, as `sqlite_wal.Lock`.
+    directory.  ``writes``: the kernel may write to it; ``through_mapping``: by a shared mapping; ``code``: it is mapped
+    as program code.  ``made``: the dump has given it this name, as its own had been deleted; a restore removes it.
+    ``locked``: the kernel has locked it; ``posix_locks``: its POSIX locks, as `sqlite_wal.Lock`.
     """
 
     path: str
@@ -87,6 +87,7 @@ class RegularFile:
     mode: int | None
     open: bool
     writes: bool = False
+    through_mapping: bool = False
     code: bool = False
     made: bool = False
     locked: bool = False
@@ -123,7 +124,8 @@ def regular_files(directory: Path) -> list[RegularFile]:
         written = (number_of(fields, _REG_FLAGS) or 0) & os.O_ACCMODE != os.O_RDONLY or id in writes
         linked = id in made and is_made_name(path)
         size = number_of(fields, _REG_SIZE)
-        uses = {"writes": written, "code": id in code, "made": linked, "locked": id in locked}
+        uses = {"writes": written, "through_mapping": id in writes, "code": id in code}
+        uses |= {"made": linked, "locked": id in locked}
         found.add(RegularFile(path, size, mode, id in opened, **uses, posix_locks=tuple(sorted(posix.get(id, ())))))
     return sorted(found, key=lambda file: (file.path, file.open, file.writes, file.code, file.posix_locks))
 

@@ -41,6 +41,9 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _ENTRY_REG, _ENTRY_INET = 3, 4
 # message inet_sk_entry
 _INET_FAMILY, _INET_TYPE, _INET_STATE, _INET_PORT, _INET_ADDRESS = 3, 4, 6, 7, 11
+_INET_PEERS_PORT, _INET_V6ONLY = 8, 15
+#: How an address of IPv6 begins that stands for one of IPv4.
+_MAPPED = b"\0" * 10 + b"\xff" * 2
 _TCP_LISTEN = 10
 # message reg_file_entry
 _REG_ID, _REG_FLAGS, _REG_NAME, _REG_SIZE, _REG_MODE = 1, 2, 6, 8, 10
@@ -292,9 +295,7 @@ def ports(directory: Path) -> list[Port]:
         listens = number_of(fields, _INET_STATE) == _TCP_LISTEN if kind == socket.SOCK_STREAM else bool(number)
         if fields and listens and kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
             family = number_of(fields, _INET_FAMILY) or 0
-            words = b"".join(struct.pack("<I", word) for word in _numbers(fields, _INET_ADDRESS))
-            length = 4 if family == socket.AF_INET else 16
-            address = socket.inet_ntop(family, words.ljust(length, b"\0")[:length])
+            address = socket.inet_ntop(family, _address(fields))
             found.add(Port(family, kind, address, number or 0))
     return sorted(found, key=lambda port: (port.number, port.type, port.address))
 
@@ -341,6 +342,37 @@ def clear_device_owners(directory: Path) -> None:
             fields = [field for field in fields if field[0] not in (_TTY_UID, _TTY_GID)]
         kept.append(b"".join(map(encode, fields)))
     rewrite(path, _TTY_INFO_MAGIC, kept)
+
+
+def clear_chosen_addresses(directory: Path) -> None:
+    """Remove addresses that Linux has chosen for connected UDP sockets of IPv6 from the fresh dump in ``directory``.
+
+    CRIU binds a socket to its address, which makes it V6ONLY (``inet6_bind`` in Linux): one that is not was bound to
+    none, or to one of IPv4.  As it is connected to its peer again, it gets that address again.  Raises `ImageFormat`,
+    `OSError`.
+    """
+    contents, changed = list(records(directory / _FILES, FILES_MAGIC)), False
+    for index, record in enumerate(contents):
+        fields = submessage(record, _ENTRY_INET)
+        kind = number_of(fields, _INET_FAMILY), number_of(fields, _INET_TYPE)
+        if kind != (socket.AF_INET6, socket.SOCK_DGRAM) or number_of(fields, _INET_V6ONLY) != 0:
+            continue
+        if number_of(fields, _INET_PEERS_PORT) and not _address(fields).startswith(_MAPPED):
+            changed = True
+            kept = b"".join(encode((*field[:2], 0) if field[0] == _INET_ADDRESS else field) for field in fields)
+            contents[index] = b"".join(
+                encode((number, kind, kept if number == _ENTRY_INET else value))
+                for number, kind, value in fields_of(record)
+            )
+    if changed:
+        rewrite(directory / _FILES, FILES_MAGIC, contents)
+
+
+def _address(fields: list[Field]) -> bytes:
+    """Return the own address of a socket: 4 or 16 bytes."""
+    words = b"".join(struct.pack("<I", word) for word in _numbers(fields, _INET_ADDRESS))
+    length = 4 if number_of(fields, _INET_FAMILY) == socket.AF_INET else 16
+    return words.ljust(length, b"\0")[:length]
 
 
 def rewrite(path: Path, magic: int, contents: Iterable[bytes]) -> None:

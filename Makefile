@@ -1,7 +1,9 @@
-# Targets: demo test test-fast test-hub lint labextension wheel bench scale compatibility torture guide gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
+# Targets: demo test test-fast test-hub lint labextension wheel release bench scale compatibility torture guide gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
 
 PYTHON ?= $(shell scripts/find-python)
 VENV ?= .venv
+# Packages are built here: no torch, no tests.
+BUILD_VENV ?= .venv-build
 # Only the demo and the tests use torch. `make TORCH=` leaves it out.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
@@ -13,9 +15,10 @@ BIN := $(VENV)/bin
 # The front end needs Node 20 to be built, and nothing to be used.  Without Node all else works.
 NODE := $(shell command -v node)
 FRONT := labextension
+FRONT_VENV ?= $(VENV)
 FRONT_SOURCES := $(shell find $(FRONT)/src $(FRONT)/style $(FRONT)/schema $(FRONT)/package.json $(FRONT)/yarn.lock)
 
-.PHONY: demo test test-fast test-hub lint labextension linked front-end-test front-end-checked wheel bench scale compatibility torture guide gpu-bundle gpu-check clean
+.PHONY: demo test test-fast test-hub lint labextension linked front-end-test front-end-checked wheel release bench scale compatibility torture guide gpu-bundle gpu-check clean
 
 demo: $(VENV)/ready
 	$(BIN)/jupyter gpu-ckpt demo
@@ -61,10 +64,10 @@ linked: $(FRONT)/dist/package.json
 	ln -sf $(abspath jupyter_gpu_ckpt/server/jupyter_gpu_ckpt.json) $(VENV)/etc/jupyter/jupyter_server_config.d/
 
 $(FRONT)/dist/package.json: $(FRONT_SOURCES) $(FRONT)/node_modules/.made
-	@cd $(FRONT) && PATH=$(abspath $(BIN)):$$PATH ../scripts/quietly "Building the JupyterLab front end ..." jlpm build
+	@cd $(FRONT) && PATH=$(abspath $(FRONT_VENV)/bin):$$PATH ../scripts/quietly "Building the JupyterLab front end ..." jlpm build
 
-$(FRONT)/node_modules/.made: $(FRONT)/package.json $(FRONT)/yarn.lock | $(VENV)/ready
-	@cd $(FRONT) && PATH=$(abspath $(BIN)):$$PATH ../scripts/quietly "Installing the front end's packages ..." \
+$(FRONT)/node_modules/.made: $(FRONT)/package.json $(FRONT)/yarn.lock | $(FRONT_VENV)/ready
+	@cd $(FRONT) && PATH=$(abspath $(FRONT_VENV)/bin):$$PATH ../scripts/quietly "Installing the front end's packages ..." \
 		jlpm install --immutable
 	@touch $@
 
@@ -75,9 +78,21 @@ front-end-checked:
 	cd $(FRONT) && PATH=$(abspath $(BIN)):$$PATH jlpm lint
 	cd $(FRONT) && PATH=$(abspath $(BIN)):$$PATH jlpm test
 
-wheel: labextension
-	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
-	@if [ ! -e $(FRONT)/dist/package.json ]; then echo "The wheel lacks the JupyterLab front end."; fi
+# For this machine and those like it; with Node, with the front end.
+wheel: $(BUILD_VENV)/ready
+ifdef NODE
+	@$(MAKE) --no-print-directory FRONT_VENV=$(BUILD_VENV) $(FRONT)/dist/package.json
+else
+	@echo "There is no Node on this machine: the wheel lacks the JupyterLab front end."
+endif
+	$(BUILD_VENV)/bin/python -m build --wheel --no-isolation .
+
+# What is published, in dist/ (RELEASE.md): sdist, manylinux wheel, bill of materials, SHA-256 sums.  `URL=https://...` is
+# the project's address in the packages' metadata.
+release: $(BUILD_VENV)/ready
+	scripts/set-version --check
+	@$(MAKE) --no-print-directory FRONT_VENV=$(BUILD_VENV) $(FRONT)/dist/package.json
+	$(BUILD_VENV)/bin/python scripts/release $(if $(URL),--url $(URL))
 
 bench: $(VENV)/ready
 	$(BIN)/python scripts/bench $(BENCH_ARGS)
@@ -110,14 +125,20 @@ gpu-bundle: $(VENV)/ready
 gpu-check:
 	scripts/gpu-check
 
+$(BUILD_VENV)/ready: setup.cfg
+	@scripts/quietly "Making a virtual environment in $(BUILD_VENV) ..." $(PYTHON) -m venv $(BUILD_VENV)
+	@scripts/quietly "Installing what builds packages ..." $(BUILD_VENV)/bin/python -m pip install \
+		$$($(PYTHON) scripts/extra build)
+	@touch $@
+
 # editable_mode=compat: a path instead of setuptools' import hook, which costs each of thousands of processes 35 ms.
 $(VENV)/ready: setup.cfg pyproject.toml
 	@scripts/quietly "Making a virtual environment in $(VENV) ..." $(PYTHON) -m venv $(VENV)
 	@scripts/quietly "Bringing pip up to date ..." $(BIN)/python -m pip install --upgrade pip
 	@scripts/quietly "Installing this package and what its demo and tests use (minutes, with torch) ..." \
-		$(BIN)/python -m pip install --editable '.[test,lint,hub-test]' --config-settings editable_mode=compat $(TORCH)
+		$(BIN)/python -m pip install --editable '.[test,lint,hub-test,build]' --config-settings editable_mode=compat $(TORCH)
 	@$(BIN)/jupyter gpu-ckpt install-criu
 	@touch $@
 
 clean:
-	rm -rf $(FRONT)/dist $(FRONT)/lib $(FRONT)/node_modules $(VENV) build dist *.egg-info gpu-bundle .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(FRONT)/dist $(FRONT)/lib $(FRONT)/node_modules $(VENV) $(BUILD_VENV) build dist *.egg-info gpu-bundle .pytest_cache .mypy_cache .ruff_cache

@@ -140,7 +140,7 @@ class PreflightError(GpuCkptError, code="NOT_NOW", exit_status=75):
 
 
 class KernelBusy(PreflightError, code="KERNEL_BUSY"):
-    """The kernel still works on requests at the deadline."""
+    """The kernel still works on requests at the deadline, or a thread of it cannot be stopped safely."""
 
     default_hint = "Wait for the running cell, or interrupt it, and try again."
     hint_for_input: ClassVar[str] = "Answer its prompt (input(), a debugger), or interrupt the cell, and try again."

@@ -185,7 +185,8 @@ def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
 def test_limits_as_an_ordinary_user(place, criu):
     """Root's threads are not counted, and its hard limits can be raised."""
     nobody = Nobody(place, criu)
-    tests = ["tests/agent/test_limits.py", "tests/faults/test_no_descriptors.py", "tests/process/test_descriptors.py"]
+    tests = ["tests/agent/test_limits.py", "tests/process/test_descriptors.py"]
+    tests += [f"tests/faults/test_{name}.py" for name in ("no_descriptors", "open_files", "long_names")]
     said = nobody.run(pytest_of(*tests), timeout=HANGS)
     assert " skipped" not in said
     chosen = "opened_all or no_more_threads"
@@ -235,6 +236,19 @@ def test_the_launch_gate_as_an_ordinary_user(place, criu):
     chosen = "waits or seen_soon or not_lock or next_owner"
     tests = pytest_of("tests/cuda/native/test_launch_gate_lifecycle.py", "-k", chosen)
     assert " passed" in nobody.run(tests, timeout=HANGS)
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
+def test_frozen_kernels_as_an_ordinary_user(place, criu):
+    """The init stops threads of its own user's processes, without a right over any other."""
+    nobody = Nobody(place, criu)
+    chosen = "disk or signals or fails_leaves or next_owner or next_server or cannot_be_frozen or end_of or at_once"
+    tests = [f"tests/cuda/native/test_suspended_{part}.py" for part in ("calls", "notebook")]
+    tests += ["tests/process/test_freezer.py::test_threads_that_could_call_the_driver_are_frozen_and_libzmq_s_serve_on"]
+    said = nobody.run(pytest_of(*tests, "-k", f"{chosen} or could_call"), timeout=HANGS)
+    assert " passed" in said
+    assert " skipped" not in said
     assert nobody.seen == {(UID,) * 4}
 
 

@@ -338,12 +338,14 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         request["root_program"] = str(root_program.install() or "")
         self._set_kernel(*self._request(request))
 
-    def attach_kernel(self, pid: int, *, frozen: bool = False) -> None:
+    def attach_kernel(self, pid: int, *, frozen: bool = False, alone: bool = False) -> None:
         """Let the process ``pid`` that CRIU restored run as the kernel, with its descendants.
 
-        ``frozen``: of all of them, only the CUDA driver's threads run.
+        ``frozen``: of all of them, only the CUDA driver's threads run; ``alone``: of the descendants.  The others run
+        after `unfreeze_threads`.
         """
-        self._set_kernel(*self._request({"verb": "attach_kernel", "pid": pid, "frozen": frozen}, 2 * ANSWER))
+        which = {"frozen": frozen, "alone": alone}
+        self._set_kernel(*self._request({"verb": "attach_kernel", "pid": pid, **which}, 2 * ANSWER))
 
     def _set_kernel(self, reply: dict[str, Any], fds: list[int]) -> None:
         self.inner_pid = reply["pid"]
@@ -373,7 +375,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         ``inherit_pipes``: it gets the writing ends of the kernel's stdout and stderr as fds 3 and 4.  ``grace``: its
         writes to files fail from ``timeout`` on, and it is killed only ``grace`` seconds later.  ``on_kernel``: it is a
         dump; the kernel is stopped meanwhile, frozen threads where they are frozen, and stays stopped if the program
-        succeeds.  Else it runs on, and its threads that wait in the CUDA driver's code are frozen again.
+        succeeds.  Else it runs on, but for threads that must not run while its CUDA state is suspended.
         ``terminals``: file of the data in the kernel's terminals, if there is any; a dump writes it, and after another
         program (a restore) has succeeded it is put into the terminals.  ``root``, ``adopted``: of a restore, for
         `subreaper.Subreaper`.  ``restores``: the inner pid of the kernel that it makes; if that is killed and the
@@ -435,6 +437,13 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         ``child``: as for `freeze_threads`.
         """
         self._request({"verb": "freeze_threads_in_driver", **self._named(child)})
+
+    def freeze_callers(self, timeout: float, *, child: int | None = None) -> None:
+        """Freeze threads as `freezer.FrozenThreads.freeze_callers`.  Raises `CapsuleError` as `freeze_threads`.
+
+        ``child``: as for `freeze_threads`.  They stay frozen when the owner goes, and after a dump that fails.
+        """
+        self._request({"verb": "freeze_callers", "timeout": timeout, **self._named(child)}, timeout + ANSWER)
 
     def note_inherited_files(self, inherited: Mapping[int, Iterable[str]]) -> None:
         """Have the next dump take these device files from children that have inherited them (`process.device_files`).

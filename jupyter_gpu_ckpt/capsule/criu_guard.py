@@ -102,10 +102,21 @@ def stop(pid: int, deadline: float, frozen: FrozenThreads | None = None) -> bool
     while not _all_stopped(pid):
         if time.monotonic() > deadline:
             error = _does_not_stop(pid)
-            resume(pid)
+            leader = None
+            with contextlib.suppress(OSError):
+                leader = _freeze_again(frozen)
+            resume(pid, leader)
             raise error
         time.sleep(0.0005)
     return True
+
+
+def _freeze_again(frozen: FrozenThreads | None) -> Tracee | None:
+    """Freeze the threads of a process, whose stop is about to end, that must not run.  Return its leader, if frozen."""
+    if frozen is None:
+        return None
+    frozen.freeze_again(time.monotonic() + STOP_TIMEOUT)
+    return frozen.leader
 
 
 def _return_to_stop(pid: int, deadline: float) -> None:
@@ -273,12 +284,12 @@ def _unguard(pid: int) -> None:
 
 def unguard(
     root: int,
-    frozen: Callable[[int], FrozenThreads] | None = None,
+    frozen: Callable[[int], FrozenThreads | None] = lambda _: None,
     stay_stopped: Container[int] = (),
     *,
     kernel: int = 0,
 ) -> None:
-    """Remove SIGTRAP's guard from restored processes, and let them run, with all their threads ``frozen`` if given.
+    """Remove SIGTRAP's guard from restored processes, and let them run, all threads frozen of those in ``frozen``.
 
     ``root``, ``kernel``: as for `CriuGuard`.  Those in ``stay_stopped`` were stopped before their dump, and stay it.
     """
@@ -291,11 +302,9 @@ def unguard(
             _unguard(pid)
     for pid in pids:
         with _unless_ended(pid, vital):
-            if frozen is None:
-                break
-            threads = frozen(pid)
-            threads.freeze_stopped(time.monotonic() + STOP_TIMEOUT)
-            leaders[pid] = threads.leader
+            if (threads := frozen(pid)) is not None:
+                threads.freeze_stopped(time.monotonic() + STOP_TIMEOUT)
+                leaders[pid] = threads.leader
     for pid in reversed([pid for pid in pids if pid not in stay_stopped]):  # no parent sees that its children stopped
         with _unless_ended(pid, vital):
             resume(pid, leaders.get(pid))
@@ -363,7 +372,7 @@ class CriuGuard:
 
     ``kernel``: the process that must live as the root must; by default the root itself.
     ``deadline``: `time.monotonic` by which all threads must have stopped.  ``frozen``: frozen threads, by process, stop
-    where they are; those that wait in the CUDA driver's code are frozen again before the process runs on.  Raises
+    where they are; those that must not run while CUDA is suspended are frozen again before the process runs on.  Raises
     `OSError`, of which `TimeoutError` is one; everything runs on as before then.
     """
 
@@ -465,11 +474,7 @@ class CriuGuard:
         failures = list(self._put_locks_back())
         for pid in reversed(self._ran):  # no parent sees that its children stopped
             try:
-                leader = None
-                if (frozen := self._frozen.get(pid)) is not None:
-                    frozen.freeze_waiting_in_driver()
-                    leader = frozen.leader
-                resume(pid, leader)
+                resume(pid, _freeze_again(self._frozen.get(pid)))
             except procfs.GONE:  # it ended
                 continue
             except Exception as error:

@@ -34,7 +34,16 @@ from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, SOCKET, VERSION
 from jupyter_gpu_ckpt.capsule.root_process import fork_below, root_of
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
 from jupyter_gpu_ckpt.capsule.subreaper import Subreaper
-from jupyter_gpu_ckpt.process import device_files, file_locks, inventory, reapply, shared_memory, sqlite_wal, syscalls
+from jupyter_gpu_ckpt.process import (
+    descriptors,
+    device_files,
+    file_locks,
+    inventory,
+    reapply,
+    shared_memory,
+    sqlite_wal,
+    syscalls,
+)
 from jupyter_gpu_ckpt.process.connections import UnsavableConnection
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.preparation import Preparation, complete_restore
@@ -144,7 +153,7 @@ class Init:
         #: Restored processes that were stopped before their dump by somebody else.
         self.stay_stopped: set[int] = set()
         #: By process, threads that must not run while its device memory is copied, also without an owner; and while its
-        #: CUDA state is suspended, those that wait in the driver's code.
+        #: CUDA state is suspended, those that wait in the driver's code, or all that could call it.
         self.frozen: dict[int, FrozenThreads] = {}
         self.selector = selectors.DefaultSelector()
         self.deadline = time.monotonic() + OWNER_TIMEOUT
@@ -220,6 +229,18 @@ class Init:
             if grace:
                 resource.prlimit(job.pid, resource.RLIMIT_FSIZE, (0, 0))
             else:
+                self.kill_job(job)
+
+    @staticmethod
+    def kill_job(job: RunningProgram) -> None:
+        """Kill a program and its process group; with a restore all that it has made so far, of which nothing may run.
+
+        What CRIU traces would run on once CRIU has ended.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            if job.restores:
+                os.kill(-1, signal.SIGKILL)  # all processes of this pid namespace but its init
+            else:
                 os.killpg(job.pid, signal.SIGKILL)
 
     @staticmethod
@@ -236,8 +257,7 @@ class Init:
         if time.monotonic() - job.ended_at > KILLED_TIMEOUT:
             Init.fail(job, f"process {job.restores} was killed while it was restored")
             job.ended_at = math.inf
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
+            Init.kill_job(job)
 
     def connect(self) -> None:
         """Accept a new owner, if there is none."""
@@ -344,8 +364,7 @@ class Init:
         """Repair the kernel after a dump, or complete a restore, and answer the request."""
         self.job = None
         if code != 0:
-            with contextlib.suppress(ProcessLookupError):  # it has left no children
-                os.killpg(job.pid, signal.SIGKILL)  # one that has stopped itself would stay for good
+            self.kill_job(job)  # what it has left: a child that has stopped itself would stay for good
             self.unmount_left()
         seconds = time.monotonic() - job.began
         ended = job.guard.ended() if job.guard is not None else []
@@ -535,14 +554,21 @@ class Init:
         root, deadline = root_of(self.kernel), time.monotonic() + STOP_TIMEOUT
         return CriuGuard(root, deadline, self.frozen, kernel=self.kernel)
 
-    def attach_kernel(self, pid: int, frozen: bool = False) -> None:
-        """Make a restored process the capsule's kernel and let its tree run, all its threads ``frozen`` if wanted."""
+    def attach_kernel(self, pid: int, frozen: bool = False, alone: bool = False) -> None:
+        """Make a restored process the capsule's kernel and let its tree run, all its threads ``frozen`` if wanted.
+
+        ``alone``: those of all processes but the kernel and its root process.
+        """
         os.kill(pid, 0)
         if pid != self.kernel:
-            self.kernel = pid
+            self.kernel, root = pid, root_of(pid)
             self.watch_kernel()
             self.close_databases()
-            unguard(root_of(pid), self.frozen_threads if frozen else None, self.stay_stopped, kernel=pid)
+
+            def frozen_threads(each: int) -> FrozenThreads | None:
+                return self.frozen_threads(each) if frozen or (alone and each not in (root, pid)) else None
+
+            unguard(root, frozen_threads, self.stay_stopped, kernel=pid)
         self.answer_kernel()
 
     def status(self) -> dict[str, Any]:
@@ -591,6 +617,11 @@ class Init:
 
     def freeze_threads_in_driver(self, pid: int = 0) -> dict[str, Any]:
         self.frozen_threads(pid or self.kernel).freeze_waiting_in_driver()
+        return {}
+
+    def freeze_callers(self, timeout: float, pid: int = 0) -> dict[str, Any]:
+        """Freeze the threads of a process, by default the kernel, that could call the CUDA driver."""
+        self.frozen_threads(pid or self.kernel).freeze_callers(time.monotonic() + timeout)
         return {}
 
     def unfreeze_threads(self, all: bool = False) -> dict[str, Any]:
@@ -688,6 +719,7 @@ class Init:
         "note_inherited_files": note_inherited_files,
         "freeze_threads": freeze_threads,
         "freeze_threads_in_driver": freeze_threads_in_driver,
+        "freeze_callers": freeze_callers,
         "unfreeze_threads": unfreeze_threads,
         "host_memory": host_memory,
         "inspect": inspect,
@@ -763,6 +795,7 @@ class Init:
             signal.signal(each, signal.SIG_DFL)
         if capable:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # see `expire`
+            descriptors.raise_limit()
         if self.rootless and capable:
             syscalls.raise_ambient()
         elif self.rootless:

@@ -24,12 +24,17 @@ _BUILT = Path(__file__).with_name("native")
 def install() -> Path | None:
     """Return the path of the program's copy; None where the package was built without it, or it cannot be written."""
     with contextlib.suppress(OSError):
-        for built in _BUILT.glob("_root*.so"):
-            content = built.read_bytes()
+        if (program := built()) is not None:
+            content = program.read_bytes()
             path = data_directory("native") / _name(content)
             _put(path, content)
             return path
     return None
+
+
+def built() -> Path | None:
+    """Return the program as the package was built with it; None where it was built without a C compiler."""
+    return min(_BUILT.glob("_root*.so"), default=None)
 
 
 def save(process: int, directory: Path) -> None:

@@ -20,11 +20,10 @@ from jupyter_gpu_ckpt.process.ptrace import (
     PTRACE_EVENT_STOP,
     PTRACE_GETEVENTMSG,
     PTRACE_O_TRACEFORKS,
-    PTRACE_O_TRACESYSGOOD,
-    PTRACE_SEIZE,
     ProcessMemory,
     Tracee,
     ptrace,
+    seize,
     system_call_gate,
 )
 from jupyter_gpu_ckpt.process.syscalls import NUMBERS, PR_SET_CHILD_SUBREAPER
@@ -43,7 +42,7 @@ class Subreaper:
     def trace(self, criu: int) -> None:
         """Begin to trace a process that is about to become CRIU, a child of the caller.  Raises `OSError`."""
         self._criu = criu
-        ptrace(PTRACE_SEIZE, criu, 0, PTRACE_O_TRACEFORKS | PTRACE_O_TRACESYSGOOD)
+        seize(criu, PTRACE_O_TRACEFORKS)
 
     def stopped(self, pid: int, status: int) -> bool:
         """Handle a stop, that waitpid(2) has reported.  Return whether it was of this tracing.  Raises `OSError`."""

@@ -118,6 +118,11 @@ _CAUSES: tuple[tuple[str, type[CriuError | NoSpace | LimitReached], str], ...] =
         UnsupportedSocket,
         "The kernel is connected to a process outside through a unix socket ({0}).",
     ),
+    (
+        r"Unable too? cut .* from (/.*)",
+        UnsupportedSocket,
+        "The file of a unix socket of the kernel was renamed or moved after it was bound: it is {0} now.",
+    ),
     (r"In-flight connection()", UnsupportedSocket, "A connection to a port of the kernel is not accepted yet."),
     (
         r"Control messages in queue()",
@@ -256,6 +261,7 @@ class Criu:
         pipes: Sequence[int],
         timeout: float,
         freeze: bool = False,
+        alone: bool = False,
         before_running: Callable[[], object] = lambda: None,
         notes: Mapping[str, Any] | None = None,
     ) -> Restored:
@@ -263,8 +269,8 @@ class Criu:
 
         ``pid`` is the kernel's inner pid and ``pipes`` the inodes of its stdout and stderr, both from the manifest.
         ``before_running`` is called when the processes are restored and stopped; if it raises, they do not run.
-        ``freeze``: see `Capsule.attach_kernel`.  ``notes``: see `Capsule.reapply`.  Raises `CriuError` when CRIU fails
-        or a note that the kernel must not run without cannot be reapplied.
+        ``freeze``, ``alone``: see `Capsule.attach_kernel`.  ``notes``: see `Capsule.reapply`.  Raises `CriuError` when
+        CRIU fails or a note that the kernel must not run without cannot be reapplied.
         After failure the image is untouched, and half-restored processes end with the capsule.
         """
         options = ["--restore-detached", "--leave-stopped"]
@@ -287,7 +293,7 @@ class Criu:
             _log.warning("The kernel is restored without these settings: %s", "; ".join(changed))
         if ran.unrepaired:
             changed = [*changed, ran.unrepaired]
-        capsule.attach_kernel(pid, frozen=freeze)
+        capsule.attach_kernel(pid, frozen=freeze, alone=alone)
         return Restored(ran.seconds, changed)
 
 

@@ -65,6 +65,9 @@ _VMA_OF_FILE = 1 << 6 | 1 << 7
 #: The name that a dump with ``--link-remap`` gives to an open file whose own name was deleted (files-reg.c).
 _LINK_NAME = re.compile(r"link_remap\.\d+")
 
+#: include/uapi/linux/limits.h; a path counts with the byte at its end.
+_NAME_MAX, _PATH_MAX = 255, 4096
+
 Field = tuple[int, int, int | bytes]
 
 
@@ -131,12 +134,33 @@ def ghost_names(directory: Path) -> list[str]:
     CRIU makes the file in the nearest directory above that exists, if its own does not (files-reg.c: create_ghost).
     """
     try:
-        remaps = [remap for remap in _remaps(directory) if number_of(remap, _REMAP_TYPE) == _REMAP_GHOST]
-        ghosts = {number_of(remap, _REMAP_ID): number_of(remap, _REMAP_TO) for remap in remaps}
-        regular = [(ghosts.get(number_of(fields, _REG_ID)), _name(fields)) for fields in _regular(directory) if ghosts]
+        return [made for _, made in _ghosts(directory)]
     except ImageFormat:
         return []
-    return [f"{name}.cr.{id:x}.ghost" for id, name in regular if id is not None and name.startswith("/")]
+
+
+def with_too_long_names(directory: Path) -> list[str]:
+    """Return the deleted files that no restore could make, as their names of that moment would be too long.
+
+    A directory needs no such name.  Raises `ImageFormat`.
+    """
+    found = []
+    for fields, made in _ghosts(directory):
+        path, _, name = os.fsencode(made).rpartition(b"/")
+        too_long = len(name) > _NAME_MAX or len(path) + len(name) + 2 > _PATH_MAX
+        if too_long and not stat.S_ISDIR(number_of(fields, _REG_MODE) or 0):
+            found.append(_name(fields))
+    return sorted(set(found))
+
+
+def _ghosts(directory: Path) -> Iterator[tuple[list[Field], str]]:
+    """Yield the deleted files in an image, and the names that a restore gives them.  Raises `ImageFormat`."""
+    remaps = [remap for remap in _remaps(directory) if number_of(remap, _REMAP_TYPE) == _REMAP_GHOST]
+    ids = {number_of(remap, _REMAP_ID): number_of(remap, _REMAP_TO) for remap in remaps}
+    for fields in _regular(directory) if ids else ():
+        id, name = ids.get(number_of(fields, _REG_ID)), _name(fields)
+        if id is not None and name.startswith("/"):
+            yield fields, f"{name}.cr.{id:x}.ghost"
 
 
 def is_made_name(path: str) -> bool:
@@ -178,6 +202,11 @@ def _regular(directory: Path) -> Iterator[list[Field]]:
 def _opened(directory: Path) -> set[int | None]:
     """Return the ids of files that have descriptors."""
     return {number_of(fields, _FDINFO_ID) for fields in _descriptors(directory)}
+
+
+def highest_descriptor(directory: Path) -> int:
+    """Return the highest number of a descriptor in the kernel's processes.  Raises `ImageFormat`."""
+    return max((number_of(each, FDINFO_FD) or 0 for each in _descriptors(directory)), default=0)
 
 
 def _descriptors(directory: Path) -> Iterator[list[Field]]:

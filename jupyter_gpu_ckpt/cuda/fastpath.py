@@ -207,6 +207,27 @@ class FastPath:
         """Return whether calls wait at the launch gate.  As `touches`."""
         return bool(self._published().launch_gate & _GATE_CLOSED)
 
+    def keeps_calls(self) -> bool:
+        """Return whether calls wait at the launch gate until somebody opens it; False with another release's library.
+
+        Raises `CudaError` if the process has ended.
+        """
+        try:
+            return self._published().launch_gate & (_GATE_CLOSED | _GATE_LEASED) == _GATE_CLOSED
+        except ProtocolVersion:
+            return False
+
+    def freeze_for_driver(self) -> None:
+        """Freeze the threads of a locked kernel that must not run while the driver has suspended it.
+
+        Those that wait in the driver's code; without the launch gate (no library, or one that did not close it) all
+        that could call the driver.  Raises `CapsuleError` when one cannot be frozen in `FREEZE_SECONDS`; all run on.
+        """
+        if self.keeps_calls():
+            self._capsule.freeze_threads_in_driver()
+        else:
+            self._capsule.freeze_callers(FREEZE_SECONDS)
+
     def close_launch_gate(self, lease_s: float = 0.0) -> None:
         """Have calls of the kernel that use the GPU wait before they enter the driver.
 
@@ -228,7 +249,7 @@ class FastPath:
         """
         if self._try_to_open(_REPLY_SECONDS):
             return
-        if self._published().launch_gate & (_GATE_CLOSED | _GATE_LEASED) == _GATE_CLOSED:
+        if self.keeps_calls():
             raise CudaError("The kernel's library for device memory does not let calls go on.", left=_UNCHANGED)
 
     def _try_to_open(self, timeout_s: float) -> bool:
@@ -457,7 +478,7 @@ class FastPath:
         pid = self._capsule.host_pid
         self._cuda.lock(pid, lock_s)
         self._capsule.unfreeze_threads()
-        self._capsule.freeze_threads_in_driver()
+        self.freeze_for_driver()
         try:
             self._cuda.checkpoint(pid, timeout_s=timeout_s)
         except (UnsupportedCuda, CudaError) as error:
@@ -586,6 +607,11 @@ class Preload:
     unknown_locks: bool = False
 
 
+def built(directory: Path = _NATIVE) -> Path | None:
+    """Return the library as the package was built with it; None where it was built without a C compiler."""
+    return min(directory.glob("_fastpath*.so"), default=None)
+
+
 @functools.cache
 def preload(built_in: Path = _NATIVE) -> Preload:
     """Return the library's copy that kernels preload, named by its content.
@@ -593,9 +619,9 @@ def preload(built_in: Path = _NATIVE) -> Preload:
     An image names it among the files that its kernel has mapped, so another release must not replace it.  `freezer`
     recognizes it by the end of its name.
     """
-    if not (built := sorted(built_in.glob("_fastpath*.so"))):
+    if (library := built(built_in)) is None:
         return Preload(None, "it was not built: there was no C compiler when the package was installed")
-    content = built[0].read_bytes()
+    content = library.read_bytes()
     path = data_directory("native") / f"{hashlib.sha256(content).hexdigest()[:32]}{_LIBRARY}"
     try:
         if not path.exists() or path.read_bytes() != content:

@@ -25,8 +25,8 @@ Need = Literal["cpu", "gpu"]
 
 #: 5.9 brought CAP_CHECKPOINT_RESTORE, without which an ordinary user cannot restore (capabilities(7)).
 OLDEST_KERNEL = (5, 9)
-#: The architectures for which there is code, and those on which it was tested.
-ARCHITECTURES, TRIED = ("x86_64", "aarch64"), ("x86_64",)
+#: The only architecture on which kernels were checkpointed; setup.py builds the package for no other.
+ARCHITECTURE = "x86_64"
 
 #: Driver releases: the first whose suspend and resume are sound, and the first that can change the GPU on the way.
 DRIVER_PLAIN, DRIVER_FULL = 570, 580
@@ -35,6 +35,12 @@ DRIVER_PLAIN, DRIVER_FULL = 570, 580
 LITTLE_SPACE, TOO_LITTLE_SPACE = 4 << 30, 256 << 20
 
 SHARED_MEMORY = Path("/dev", "shm")
+
+#: What does not work without a program in C of this package, by its name.
+NATIVE_PARTS = {
+    "fastpath": "device memory moves at the driver's rate only",
+    "root": "kernels with daemons or background commands cannot be checkpointed",
+}
 
 #: Capabilities (capabilities(7)) that a server running as root needs because it makes no user namespace.
 ROOT_MUST = {"CAP_SYS_ADMIN": 21, "CAP_SYS_PTRACE": 19}
@@ -73,6 +79,7 @@ def diagnose(
     directory = image_directory or Path(os.environ.get(image_directories.VARIABLE) or data_directory("images"))
     examinations: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
         ("linux", lambda: _linux(probes)),
+        ("native-parts", lambda: _native_parts(probes)),
         ("criu", lambda: _criu(probes)),
         ("root-capabilities", lambda: _root(probes)),
         ("namespaces", lambda: _namespaces(probes)),
@@ -126,12 +133,29 @@ def _linux(probes: Probes) -> Iterable[Finding]:
         yield Finding("linux", False, f"{named}: kernels can be checkpointed on Linux only.")
     elif version is None or (int(version[1]), int(version[2])) < OLDEST_KERNEL:
         yield Finding("linux", False, f"{named} is too old: 5.9 or newer is needed.", "Boot a newer Linux kernel.")
-    elif kernel.machine not in ARCHITECTURES:
-        yield Finding("linux", False, f"{named}: only {' and '.join(TRIED)} is supported.")
-    elif kernel.machine not in TRIED:
-        yield Finding("linux", False, f"{named}: not tested on this architecture.", level="warning")
+    elif kernel.machine != ARCHITECTURE:
+        yield Finding("linux", False, f"{named}: only {ARCHITECTURE} is supported.")
+    elif not probes.glibc():
+        message = f"{named} without glibc (musl?): checkpoints were tried with glibc only, and no other is supported."
+        yield Finding(
+            "linux", False, message, "Use a distribution with glibc: Debian, Ubuntu, Fedora, RHEL and others."
+        )
     else:
         yield Finding("linux", True, named)
+
+
+def _native_parts(probes: Probes) -> Iterable[Finding]:
+    check, missing = "native-parts", probes.missing_native_parts()
+    if missing:
+        yield Finding(check, False, without(missing), fixes.NATIVE_PARTS, "warning")
+    else:
+        yield Finding(check, True, "the programs in C of this package are there")
+
+
+def without(missing: Sequence[str]) -> str:
+    """Return a sentence about the programs in C that this installation lacks, of those in `NATIVE_PARTS`."""
+    effects = "; ".join(f"{name}: {NATIVE_PARTS[name]}" for name in missing)
+    return f"This installation of jupyter_gpu_ckpt lacks programs in C, so it can do less ({effects})."
 
 
 def _criu(probes: Probes) -> Iterable[Finding]:
@@ -317,7 +341,7 @@ def _fast_path(probes: Probes, configured: str) -> Finding:
     found = probes.preload()
     if found.path is None:
         message = "Device memory moves at the driver's rate only. The library for a higher rate cannot be used: "
-        fix = "Install a C compiler (apt-get install gcc), then pip install --force-reinstall jupyter_gpu_ckpt"
+        fix = fixes.NATIVE_PARTS
         if found.unknown_locks:
             fix = "A newer release of jupyter_gpu_ckpt may know them; kernels can be checkpointed without."
         return Finding("fast-path", False, f"{message}{found.why}.", fix, "warning")

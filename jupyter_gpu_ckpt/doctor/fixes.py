@@ -21,6 +21,10 @@ Fix = tuple[str, str]
 
 NEW_DRIVER = "Install NVIDIA driver 580 or newer, and restart the host."
 
+NATIVE_PARTS = (
+    "Install a C compiler (apt-get install gcc libc6-dev), then pip install --force-reinstall jupyter_gpu_ckpt"
+)
+
 #: A usual default of ``user.max_*_namespaces`` on a machine with 4 GiB; any number but a tiny one will do.
 SOME_NAMESPACES = 15000
 

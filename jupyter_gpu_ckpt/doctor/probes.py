@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..capsule import root_program
 from ..criu import install
 from ..criu.install import Check, CriuBinary
+from ..cuda import fastpath
 from ..cuda.fastpath import Preload, preload
 from ..node import facts
 from ..procfs import mounts, status, sysctl
@@ -109,6 +111,12 @@ def default_kernel() -> str:
     return done.out.strip()
 
 
+def missing_native_parts() -> list[str]:
+    """Return the programs in C that this installation lacks, as `checks.NATIVE_PARTS` names them."""
+    built = {"fastpath": fastpath.built(), "root": root_program.built()}
+    return [name for name, path in built.items() if path is None]
+
+
 @dataclass(frozen=True)
 class ServerExtension:
     """The server extension in this environment: whether servers load it; ``problem``: why it cannot be loaded."""
@@ -171,6 +179,8 @@ class Probes:
     """All probes; tests replace some of them."""
 
     kernel: Callable[[], platform.uname_result] = platform.uname
+    glibc: Callable[[], str] = facts.glibc
+    missing_native_parts: Callable[[], list[str]] = missing_native_parts
     is_root: Callable[[], bool] = lambda: os.geteuid() == 0
     status: Callable[[], dict[str, str]] = status
     sysctl: Callable[[str], str | None] = sysctl

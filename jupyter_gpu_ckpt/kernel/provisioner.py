@@ -134,8 +134,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         ["auto", "off"],
         "auto",
         help="`auto`: kernels on a host with an NVIDIA GPU preload a library that moves their device memory at the "
-        "rate of the bus. `off`: the CUDA driver moves it, which is slower; a kernel that shares device memory with "
-        "other processes (CUDA IPC) needs that.",
+        "rate of the bus. `off`: the CUDA driver moves it, which is slower, and the threads of a suspended kernel "
+        "stand still; a kernel that shares device memory with other processes (CUDA IPC) needs that.",
     ).tag(config=True)
     keep_chunks = Bool(
         True,

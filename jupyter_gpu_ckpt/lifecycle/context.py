@@ -223,6 +223,9 @@ class KernelState:
     lasting_refusal: UnsupportedCuda | None = None
     #: The driver's last refusal, with a reason, to checkpoint the process.
     refused_checkpoint: UnsupportedCuda | None = None
+    #: Whether the gate has no connection to the process.  Without CUDA state that is made again by the next step that
+    #: needs it; a suspended kernel, whose threads may be frozen, cannot answer it and is connected when it is resumed.
+    disconnected: bool = False
     #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).
     supersedes_images: bool = False
 
@@ -263,6 +266,8 @@ class Attempt:
     accept_changed_files: bool | None = None
     #: Whether the verb has failed a moment ago.
     again: bool = False
+    #: Whether a kernel that is restored is to have its children before it has answered.
+    needs_children: bool = False
     #: Whether the steps that are run now are undo steps.
     unwinding: bool = False
     #: The step that is run now.
@@ -302,5 +307,7 @@ class Attempt:
     #: The capsule that is being filled; `KernelState.capsule` once the kernel is in it.
     restoring: Capsule | None = None
     device_read: BackgroundTask | None = None
+    #: Whether the kernel runs without its children (`Capsule.attach_kernel`).
+    alone: bool = False
     #: Settings that could not be put back, in words; shown in the kernel's next cell.
     changed_settings: list[str] = field(default_factory=list)

@@ -16,7 +16,7 @@ from typing import TypeVar
 from .. import errors
 from ..cuda import refusals
 from ..cuda.cuda import Cuda, CudaState
-from ..cuda.fastpath import Amounts
+from ..cuda.fastpath import FREEZE_SECONDS, Amounts
 from ..errors import GpuCkptError
 from .context import KernelState
 from .preflight import read_process
@@ -179,12 +179,36 @@ def _unlock(cuda: Cuda, pids: Iterable[int], late: Iterable[int] = ()) -> None:
                 cuda.unlock(pid)
 
 
+def keep_from_driver(kernel: KernelState, pids: Iterable[int]) -> None:
+    """Freeze the threads of locked processes that must not run while the driver has suspended these.
+
+    Of the kernel as `FastPath.freeze_for_driver`.  Its children's calls pass no launch gate that could be closed: of
+    them all threads that could call the driver.  They run again once the kernel is resumed.  *After failure* some may
+    be frozen.  Raises `KernelBusy` when a thread cannot be frozen.
+    """
+    capsule, own = kernel.require_capsule(), kernel.require_capsule().host_pid
+
+    def freeze(pid: int) -> None:
+        if pid == own:
+            kernel.fast_path().freeze_for_driver()
+        else:
+            capsule.freeze_callers(FREEZE_SECONDS, child=pid)
+
+    for pid in pids:
+        try:
+            _unless_ended(kernel, pid, freeze)
+        except errors.CapsuleError as error:
+            message = "A thread cannot be stopped safely for as long as its CUDA state is suspended."
+            hint = "It is in the C library or the CUDA driver all the time, or a debugger traces it: try again then."
+            raise _named(kernel, pid, errors.KernelBusy(message, hint=hint, cause=error.message)) from error
+
+
 def checkpoint(kernel: KernelState, children: Iterable[int], timeout_s: float) -> None:
-    """Have the driver suspend locked children of the kernel.  Raises `UnsupportedCuda`, by its reason, `CudaError`."""
-    capsule, cuda = kernel.require_capsule(), kernel.engine.cuda
-    children = [*children]
-    for pid in children:
-        _unless_ended(kernel, pid, lambda pid: capsule.freeze_threads_in_driver(child=pid))
+    """Have the driver suspend locked children of the kernel, after `keep_from_driver`.
+
+    Raises `UnsupportedCuda`, by its reason, `CudaError`.
+    """
+    cuda = kernel.engine.cuda
     failed = _each(kernel, children, lambda pid: cuda.checkpoint(pid, timeout_s=timeout_s))
     for pid, failure in failed.items():
         if isinstance(failure, errors.UnsupportedCuda):

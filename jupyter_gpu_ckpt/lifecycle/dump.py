@@ -29,7 +29,7 @@ from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.manifest import Manifest
 from ..node.fingerprint import fingerprint
-from ..process import connections, shared_memory
+from ..process import connections, descriptors, shared_memory
 from ..process.sockets import let_ports_be_rebound
 from . import cuda_processes, host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Reason
@@ -57,9 +57,12 @@ def disconnect(attempt: Attempt) -> None:
         _require_fit(kernel)
     if (error := without_sockets(kernel)) is not None:
         raise error
+    if kernel.disconnected:  # by an earlier try, or an earlier server's end
+        return
     pid, own = capsule.host_pid, kernel.home.own_sockets
     before = preflight.open_connections(pid, own)
     kernel.gate.close()
+    kernel.disconnected = True
     deadline = time.monotonic() + kernel.settings.connect
     # Each endpoint must lose one, the gate's.  Others may stay: a kernel can be connected to itself, and CRIU names a
     # stranger's.
@@ -139,6 +142,7 @@ def _suspend_warm(kernel: KernelState) -> None:
         raise errors.CudaError("The kernel is on the GPU, and was to be off it.", hint="Run a cell, and try again.")
     deadline = kernel.deadline(sum(kernel.saved.device_bytes.values()))
     locked, own = [pid for pid in states if states[pid] is CudaState.LOCKED], kernel.require_capsule().host_pid
+    cuda_processes.keep_from_driver(kernel, locked)
     cuda_processes.checkpoint(kernel, [pid for pid in locked if pid != own], deadline)
     if own in locked:
         driver_checkpoint(kernel, deadline)
@@ -267,6 +271,11 @@ def _require_restorable(directory: Path) -> None:
         more = f" and {len(found) - 1} more" if found[1:] else ""
         reason = "which belongs to one of its threads or is its working directory: it could not be opened again"
         raise errors.UnsupportedFile(f"The kernel has {found[0]} open{more}, {reason}.", culprit=found[0], files=found)
+    if found := images.with_too_long_names(directory):
+        more = f" and {len(found) - 1} more" if found[1:] else ""
+        message = f"The kernel has deleted files open whose names are too long to be made again: {found[0]}{more}."
+        hint = "Close them, or give such files shorter names before they are deleted, and try again."
+        raise errors.UnsupportedFile(message, hint=hint, culprit=found[0], files=found)
 
 
 def _require_proven(state: Mapping[str, Any], directory: Path) -> dict[str, Any]:
@@ -288,6 +297,8 @@ def _require_proven(state: Mapping[str, Any], directory: Path) -> dict[str, Any]
         raise errors.UnsupportedSocket(message)
     notes: dict[str, Any] = state["notes"]
     tasks.remove_posix_locks(directory, notes)
+    for pid, process in state["inventory"].items():
+        notes.setdefault(pid, {})["limits"] = process["limits"]
     owners = {str(tid): pid for pid, process in state["inventory"].items() for tid in process["threads"]}
     for tid, signal in tasks.remove_death_signals(directory).items():
         threads = notes.setdefault(owners[str(tid)], {}).setdefault("threads", {})
@@ -418,6 +429,7 @@ def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
         cuda=saved.cuda,
         device_bytes=saved.device_bytes,
         memory=attempt.swapped_bytes + pages + attempt.dropped_bytes - attempt.shared_bytes,
+        open_files=descriptors.needed_limit(images.highest_descriptor(directory)),
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..capsule.capsule import ANSWER, Capsule
-from ..errors import CapsuleError, CapsuleGone, GpuCkptError, StateError
+from ..errors import CapsuleError, CapsuleGone, GpuCkptError, KernelSilent, StateError
 from ..image.store import Image
 from ..trace import Trace
 from . import compatibility, dump, endings, failures, host_memory, plans, resume
@@ -74,7 +74,7 @@ class Lifecycle:
                 capsule.close()
                 raise
             self.kernel.capsule, self.kernel.exit_status, self.kernel.end_requested = capsule, None, False
-            self.kernel.saved, self.kernel.restored_on_gpu = Saved(), False
+            self.kernel.saved, self.kernel.restored_on_gpu, self.kernel.disconnected = Saved(), False, False
             self.kernel.lasting_refusal = self.kernel.refused_checkpoint = None
             advance(self.kernel, plans.ProcessEvent.LAUNCHED)
 
@@ -91,6 +91,7 @@ class Lifecycle:
             # state, and what it could be restored from if it died now.
             kernel.supersedes_images = capsule is not None
             kernel.restored_on_gpu = capsule is not None  # nobody knows
+            kernel.disconnected = state is State.SUSPENDED
             if state is State.RUNNING:
                 resume.supersede_images(kernel)
             advance(self.kernel, plans.Attached(state))
@@ -216,6 +217,7 @@ class Lifecycle:
                 kernel.chunks.stop(outdated=goal is State.RUNNING)
             failure, again = self._attempt(Attempt(kernel, goal, **options), steps, retry=True)
             if again:
+                options["needs_children"] = isinstance(failure, KernelSilent)  # perhaps it waits for one of them
                 failure, _ = self._attempt(Attempt(kernel, goal, again=True, **options), advance(self.kernel, verb))
             if kernel.chunks is not None:
                 kernel.chunks.in_use = False

@@ -27,6 +27,7 @@ from ..files.disk import mapped_errors
 from ..image import device_memory, layout, links
 from ..image.chunk_cache import ChunkCache
 from ..image.encryption import Readable
+from ..image.manifest import Manifest
 from ..image.store import Image
 from ..node import databases
 from ..node.facts import LINGERS
@@ -35,7 +36,7 @@ from ..terminal_text import printable
 from ..transfer import archive
 from ..transfer.remote import Remote
 from . import compatibility, host_memory
-from .context import Attempt, KernelState, Reason, Saved
+from .context import Attempt, Home, KernelState, Reason, Saved
 
 #: Seconds to wait for a lease that another process has for a moment only: the cold tier, as it sends the content away.
 _MOMENT = 2.0
@@ -165,6 +166,8 @@ def criu_restore(attempt: Attempt) -> None:
         if (limit := LimitReached.from_errno(number)) is not None:
             raise limit from error
         raise
+    # Until the image is needed no more: a child may change files that it has open, and the next try would find them so.
+    alone = not attempt.needs_children and _serves_clients(manifest, home)
     attempt.restoring = capsule  # from here on `terminate` ends it; if that was called before, the check notices
     try:
         kernel.cancellation.check(Reason.END)
@@ -184,6 +187,7 @@ def criu_restore(attempt: Attempt) -> None:
                 pipes=manifest.pipes,
                 timeout=kernel.deadline(manifest.bytes),
                 freeze=manifest.cuda,
+                alone=alone,
                 before_running=lambda: _require_read(attempt),
                 notes=manifest.notes,
             )
@@ -194,11 +198,17 @@ def criu_restore(attempt: Attempt) -> None:
             attempt.verification.wait()  # memory that is not what was saved is the cause, if it is damaged
         raise
     else:
-        kernel.capsule = capsule
+        kernel.capsule, attempt.alone = capsule, alone
         attempt.changed_settings = restored.changed
     finally:
         attempt.restoring = None
     attempt.traced.bytes = manifest.bytes
+
+
+def _serves_clients(manifest: Manifest, home: Home) -> bool:
+    """Return whether the kernel itself has the sockets that clients connect to: those of a script, its child has."""
+    sockets = manifest.notes.get(str(manifest.pid), {}).get("sockets", {}).values()
+    return any("path" in each and each["path"]["path"].startswith(home.own_sockets) for each in sockets)
 
 
 @contextlib.contextmanager

@@ -68,15 +68,17 @@ def cuda_resume(attempt: Attempt) -> None:
             kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
         else:
             kernel.fast_path().open_launch_gate()
-        capsule.unfreeze_threads(all=True)
+        capsule.unfreeze_threads(all=not attempt.alone)
         host_memory.end_spill(kernel)
         kernel.saved.cuda = False
         attempt.gpu_mapping = None
 
 
 def connect(attempt: Attempt) -> None:
-    """Connect the gate to the kernel."""
+    """Connect the gate to the kernel, unless that is suspended: its threads may be frozen, and `thaw` does it."""
     kernel = attempt.kernel
+    if kernel.saved.cuda:
+        return
     # Nothing comes after an undo that could try again, so a kernel that lives gets all the time there is.
     patience = kernel.settings.base if attempt.unwinding else 0.0
     open_gate(kernel, kernel.settings.connect + patience)
@@ -95,6 +97,8 @@ def _write_session(kernel: KernelState) -> None:
 def thaw(attempt: Attempt) -> None:
     """Have the agent undo a quiesce, refresh the environment, and show the settings that could not be put back."""
     kernel, notice = attempt.kernel, ""
+    if kernel.disconnected:
+        connect(attempt)
     if attempt.changed_settings:
         notice = f"This kernel came back without what it was set to: {'; '.join(attempt.changed_settings)}"
     if not kernel.home.has_agent:
@@ -107,7 +111,7 @@ def thaw(attempt: Attempt) -> None:
 
 
 def release(attempt: Attempt) -> None:
-    """Forward the queued messages to the kernel."""
+    """Let the children of a restored kernel run, and forward the queued messages to it."""
     kernel = attempt.kernel
     if not attempt.unwinding:
         if attempt.lease is not None:
@@ -116,6 +120,11 @@ def release(attempt: Attempt) -> None:
             attempt.lease.claim(capsule.host_pid, capsule.keep_fd)
         else:  # until a restored kernel's image is deleted it is what is left if the kernel dies
             supersede_images(kernel)
+    if attempt.alone:
+        capsule = kernel.require_capsule()
+        if kernel.home.outlive:  # else they would have run if this server ends before the image is deleted
+            capsule.outlive()
+        capsule.unfreeze_threads(all=True)
     kernel.gate.release()
 
 

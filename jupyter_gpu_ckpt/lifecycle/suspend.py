@@ -250,8 +250,12 @@ def cuda_suspend(attempt: Attempt) -> None:
             host_memory.end_spill(kernel)
         # If allocations that were to go to the disk were not swapped out: the driver moves them to host memory.
         host_memory.require_memory(max(0, total - moved))
-        cuda_processes.checkpoint(kernel, [each for each in locked if each != pid], deadline)
         warm = settings.warm and moved > 0 and attempt.goal is State.SUSPENDED
+        if pid in locked:
+            # For good, and before the driver suspends: some calls do not wait at its lock, and then end the process.
+            kernel.fast_path().close_launch_gate()
+        cuda_processes.keep_from_driver(kernel, [each for each in locked if each != pid or not warm])
+        cuda_processes.checkpoint(kernel, [each for each in locked if each != pid], deadline)
         if pid in locked and not warm:  # else the lock alone keeps the kernel from CUDA
             try:
                 driver_checkpoint(kernel, deadline)
@@ -260,8 +264,6 @@ def cuda_suspend(attempt: Attempt) -> None:
                     raise
                 capsule.unfreeze_threads()  # the lock alone does here, too
                 kernel.refusal = refusal
-        if pid in locked:
-            kernel.fast_path().close_launch_gate()  # also where the driver has moved everything
     except (GpuCkptError, OSError) as error:
         # Nobody knows how far the driver came (its helper may have ended after the work was done), and the way back
         # needs proof of free memory: so the undo of this step inspects the process and completes the way back.
@@ -269,11 +271,12 @@ def cuda_suspend(attempt: Attempt) -> None:
 
 
 def driver_checkpoint(kernel: KernelState, timeout_s: float) -> None:
-    """Have the driver suspend a locked process.  Raises `UnsupportedCuda` by its reason where that is known."""
-    capsule = kernel.require_capsule()
-    capsule.freeze_threads_in_driver()
+    """Have the driver suspend the kernel's locked process, after `cuda_processes.keep_from_driver`.
+
+    Raises `UnsupportedCuda` by its reason where that is known.
+    """
     try:
-        kernel.engine.cuda.checkpoint(capsule.host_pid, timeout_s=timeout_s)
+        kernel.engine.cuda.checkpoint(kernel.require_capsule().host_pid, timeout_s=timeout_s)
     except errors.UnsupportedCuda as refusal:
         kernel.refused_checkpoint = refusal
         raise cuda_processes.explained(kernel, refusal) from refusal
@@ -323,6 +326,7 @@ def open_gate(kernel: KernelState, timeout: float) -> None:
     """
     with answering(kernel), descriptors.headroom(kernel.require_capsule().host_pid, timeout):
         kernel.gate.open(timeout)
+    kernel.disconnected = False
 
 
 def request_agent(kernel: KernelState, verb: str, content: dict[str, Any]) -> dict[str, Any]:

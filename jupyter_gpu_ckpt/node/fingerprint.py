@@ -3,10 +3,11 @@
 A fingerprint is plain JSON, part of the manifest.  `fingerprint` takes it at the checkpoint, `inspect_node` collects
 the same facts on the node the image is to be restored on, and `match` compares the two.
 
-Sizes are bytes.  Keys: ``architecture``, ``kernel`` (the release of Linux), ``cpu`` (features), ``criu`` and ``glibc``
+Sizes are bytes. Keys: ``architecture``, ``kernel`` (the release of Linux), ``cpu`` (features), ``criu`` and ``glibc``
 (versions), ``machine``, ``files`` and ``packages`` and ``mounts`` (see `facts`), ``ports``, ``sockets`` (unix sockets
-in the file system), ``cuda`` (the version the driver knows; empty: the kernel never used CUDA, and GPUs are not
-compared), ``driver``, ``gpus``, ``device_bytes`` (by UUID), ``memory`` and ``disk``.
+in the file system), ``open_files`` (the limit that CRIU must have, `descriptors.needed_limit`), ``cuda`` (the version
+the driver knows; empty: the kernel never used CUDA, and GPUs are not compared), ``driver``, ``gpus``, ``device_bytes``
+(by UUID), ``memory`` and ``disk``.
 
 A file is identified by its identity (`facts.identity`), noted after the dump, which itself may have changed it by a
 link; by its hash, as far as `Hashes` has it; by size and build-id.
@@ -20,6 +21,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..process.descriptors import limit_of_criu
 from . import databases
 from . import facts as node
 from .facts import Facts
@@ -37,6 +39,7 @@ def fingerprint(
     cuda: bool = False,
     device_bytes: Mapping[str, int] | None = None,
     memory: int = 0,
+    open_files: int = 0,
 ) -> dict[str, Any]:
     """Take the fingerprint of this node at a checkpoint, when the dump has been written.
 
@@ -45,7 +48,7 @@ def fingerprint(
     port.  ``criu``: the version that made it.  ``sockets``: files of unix sockets, ``path``, ``inode`` and ``mtime``
     (ns).  ``hashes``: None: no hash is noted.  ``gpus``: all of the node in the driver's order, ``uuid``, ``name``,
     ``total``, ``driver`` and ``cuda``.  ``cuda``, ``device_bytes``: whether the kernel used CUDA, and its device memory
-    by UUID.  ``memory``: host memory that the restored kernel takes.
+    by UUID.  ``memory``: host memory that the restored kernel takes.  ``open_files``: the limit that CRIU must have.
     """
     points = node.mounts()
     mount_of_directory = functools.cache(lambda directory: node.mount_of(directory or "/", points))
@@ -71,6 +74,7 @@ def fingerprint(
         "device_bytes": dict(device_bytes or {}),
         "memory": memory,
         "disk": memory,
+        "open_files": open_files,
     }
 
 
@@ -112,6 +116,7 @@ def inspect_node(
         "gpus": [{key: gpu[key] for key in ("uuid", "name", "total", "free")} for gpu in gpus],
         "memory": memory,
         "disk": disk,
+        "open_files": limit_of_criu(),
     }
 
 

@@ -193,6 +193,14 @@ _COMPARE: dict[str, _Comparison] = {
     "mounts": _mounts,
     "ports": _ports,
     "sockets": _sockets,
+    "open_files": _compared(
+        "open_files",
+        "Open files that a process may have (RLIMIT_NOFILE)",
+        gt,
+        "The kernel has descriptors with such numbers; start the server with that hard limit (`ulimit -Hn`, systemd's "
+        "LimitNOFILE), or use another node.",
+        wanted_form="{} or more",
+    ),
     "memory": _compared(
         "memory", "Free host memory", gt, "Free some on this node, or checkpoint another kernel.", shown=_size
     ),

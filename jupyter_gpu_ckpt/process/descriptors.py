@@ -1,7 +1,10 @@
-"""Free descriptors of a kernel, which it needs to accept connections.
+"""Limits of open files (RLIMIT_NOFILE): descriptors that a kernel needs to accept connections, and CRIU beside its own.
 
 libzmq ends a process that cannot accept a connection to a unix socket because it has no descriptor left (``EMFILE`` in
 ``ipc_listener_t::accept``, 4.3.5; over TCP it waits).  So nobody connects to a kernel before it has some.
+
+CRIU gives each process that it restores descriptors of its own meanwhile, with numbers above all others, and cannot
+restore one whose numbers leave none below CRIU's own limit (``choose_service_fd_base`` in its servicefd.c).
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ NEEDED = 8
 _AMPLE = 256
 #: Seconds between looks at a kernel that has too few.
 _PAUSE = 0.02
+#: Descriptors of CRIU in a process that it restores, with those that it leaves free; they end at such a multiple.
+_OF_CRIU, _ALIGNED = 32, 128
 
 
 def free(pid: int) -> int:
@@ -59,6 +64,34 @@ def headroom(pid: int, wait_s: float) -> Iterator[None]:
         except OSError:  # it has ended, which the body notices; or it is another user's
             pass
         yield
+
+
+def raise_limit() -> None:
+    """Raise the soft limit of this process, which becomes CRIU, to its hard limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def limit_of_criu() -> int:
+    """Return the limit that CRIU has where this process starts it: the largest there is, if it may raise its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    largest = int(procfs.sysctl("fs.nr_open") or hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, largest))
+    except (OSError, ValueError):
+        return hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return largest
+
+
+def needed_limit(highest: int) -> int:
+    """Return the limit that CRIU must have to restore a process with the number ``highest`` in use, and none above."""
+    return -(-(highest + _OF_CRIU) // _ALIGNED) * _ALIGNED
+
+
+def highest_number(limit: int) -> int:
+    """Return the highest number with which a process can be restored where CRIU has this limit."""
+    return limit // _ALIGNED * _ALIGNED - _OF_CRIU
 
 
 @contextlib.contextmanager

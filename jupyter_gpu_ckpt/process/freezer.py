@@ -1,4 +1,4 @@
-"""Stop all threads of a process but a few, by ptrace, while device memory is copied or CRIU works.
+"""Stop all threads of a process but a few, by ptrace: while device memory is copied, CRIU works, or CUDA is suspended.
 
 A thread is frozen where it can hold no lock that others need: in a system call that waits, or in code that is neither
 the C library's nor the CUDA driver's (a thread stopped inside ``malloc`` would keep its lock).  A thread that is
@@ -27,6 +27,8 @@ from jupyter_gpu_ckpt.process.syscalls import NUMBERS
 #: Names of threads of the CUDA driver, which serves others in them, and of the library that copies device memory.
 #: The one that suspends and resumes has a number in hexadecimal, as ``cuda00001400006``.
 _KEPT_RUNNING = re.compile(r"(cuda-EvtHandlr|cuda[0-9a-f]{11}|gpu-ckpt-(fast|copy))$")
+#: These, and libzmq's own threads, in a context with a prefix or without: they connect and accept, and never call CUDA.
+_NO_CALLER = re.compile(rf"{_KEPT_RUNNING.pattern}|(.*/)?ZMQbg(/|$)")
 #: Another such name may be the driver's, of a release that we do not know, or of a thread that should be frozen.
 _AMBIGUOUS = re.compile(r"cuda(-|[0-9a-f]{4})")
 #: Libraries whose locks all threads need: a thread that waits for one may hold another lock meanwhile.
@@ -48,6 +50,8 @@ _SHARED_CODE = re.compile(
 #: Code that makes system calls for others, whose names are on the stack; and the CUDA driver.
 _C_LIBRARY = re.compile(r"(^\[vdso\]|/(libc|libpthread|ld)([-_.][^/]*)?)$")
 _DRIVER = re.compile(r"/libcuda[.][^/]*$")
+#: A thread that is stopped in there may have the lock of a queue that libzmq's own threads put something into.
+_LIBZMQ = re.compile(r"/libzmq([-_.][^/]*)?$")
 #: Bytes of a waiting thread's stack that are searched: the C library's own frames are much smaller.
 _STACK_BYTES = 4096
 #: Bytes of glibc's thread descriptor behind the head of its robust list that are searched: more than there are (2,304
@@ -68,6 +72,8 @@ class FrozenThreads:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._frozen: dict[int, Tracee] = {}
+        #: Whether they were frozen by `freeze_callers`.
+        self._callers = False
 
     @property
     def leader(self) -> Tracee | None:
@@ -92,6 +98,33 @@ class FrozenThreads:
         """Freeze threads in a group stop, wherever they are.  The stop may end then (SIGCONT), and they do not run."""
         self._repeat(deadline, lambda *_: True, insist=True)
 
+    def freeze_callers(self, deadline: float) -> None:
+        """Freeze all threads that could call the CUDA driver, each where it holds no lock.
+
+        The driver's own and its library's run on, and libzmq's: the sockets of a suspended kernel accept connections,
+        and close them.  Some calls (cuStreamQuery) do not wait at the driver's lock, but read memory that is not there
+        while the driver has suspended the process: they would end it.  As `freeze_all` with ``insist`` otherwise.
+        """
+        strict_until = (time.monotonic() + deadline) / 2
+
+        def may_freeze(tid: int, shared: _Shared) -> bool:
+            lenient = time.monotonic() > strict_until
+            return self._is_safe(tid, shared, lenient=lenient) and not self._runs_in(tid, shared.libzmq)
+
+        self._repeat(deadline, may_freeze, insist=True, kept=_NO_CALLER)
+        self._callers = True
+
+    def freeze_again(self, deadline: float) -> None:
+        """Freeze the threads of a process in a group stop, before that ends, which must not run while it is suspended.
+
+        These are the callers of the driver if they were frozen (`freeze_callers`) when the stop began, else the threads
+        that wait in the driver (`freeze_waiting_in_driver`).
+        """
+        if self._callers:
+            self._repeat(deadline, lambda *_: True, insist=True, kept=_NO_CALLER)
+        else:
+            self.freeze_waiting_in_driver()
+
     def freeze_waiting_in_driver(self) -> None:
         """Freeze the threads that wait in a system call which the CUDA driver's own code made.
 
@@ -110,7 +143,7 @@ class FrozenThreads:
         settled = True
         for tid in procfs.threads(self._pid):
             with contextlib.suppress(*procfs.GONE):  # it ended
-                if tid in self._frozen or self._keeps_running(tid, insist=True):
+                if tid in self._frozen or self._keeps_running(tid, _KEPT_RUNNING, insist=True):
                     continue
                 if self._in_driver(tid, code):
                     self._freeze_one(tid, lambda tid: self._in_driver(tid, code))
@@ -126,9 +159,15 @@ class FrozenThreads:
             self._frozen.pop(tid).release()
             self._reap(tid)
 
-    def _repeat(self, deadline: float, may_freeze: Callable[[int, _Shared], bool], insist: bool) -> None:
+    def _repeat(
+        self,
+        deadline: float,
+        may_freeze: Callable[[int, _Shared], bool],
+        insist: bool,
+        kept: re.Pattern[str] = _KEPT_RUNNING,
+    ) -> None:
         with self._released_on_failure():
-            while not self._freeze(may_freeze, insist):
+            while not self._freeze(may_freeze, insist, kept):
                 if time.monotonic() > deadline:
                     raise TimeoutError(errno.ETIMEDOUT, "a thread of the process is never where it can be frozen")
                 time.sleep(0.0005)
@@ -143,19 +182,19 @@ class FrozenThreads:
             self._release(set(self._frozen) - before)
             raise
 
-    def _freeze(self, may_freeze: Callable[[int, _Shared], bool], insist: bool) -> bool:
-        """Freeze the threads that can be frozen now.  Return whether these are all."""
+    def _freeze(self, may_freeze: Callable[[int, _Shared], bool], insist: bool, kept: re.Pattern[str]) -> bool:
+        """Freeze the threads that can be frozen now, but those of ``kept`` names.  Return whether these are all."""
         shared = _Shared.of(self._pid)
         for tid in procfs.threads(self._pid):
             with contextlib.suppress(*procfs.GONE):  # it ended
-                if tid not in self._frozen and not self._keeps_running(tid, insist):
+                if tid not in self._frozen and not self._keeps_running(tid, kept, insist):
                     self._freeze_one(tid, lambda tid: may_freeze(tid, shared))
         # Twice: a thread that ended while the first list was made may have left one that is not in it.
-        return all(self._is_at_rest(tid) for _ in range(2) for tid in procfs.threads(self._pid))
+        return all(self._is_at_rest(tid, kept) for _ in range(2) for tid in procfs.threads(self._pid))
 
-    def _keeps_running(self, tid: int, insist: bool) -> bool:
+    def _keeps_running(self, tid: int, kept: re.Pattern[str], insist: bool) -> bool:
         name = procfs.stat(self._pid, tid).name
-        if _KEPT_RUNNING.match(name):
+        if kept.match(name):
             return True
         if not insist and _AMBIGUOUS.match(name):
             raise OSError(errno.ENOTSUP, "a thread may be the CUDA driver's, and may not")
@@ -188,14 +227,14 @@ class FrozenThreads:
             if tid != self._pid or procfs.stat(self._pid).parent != os.getpid():
                 os.waitid(os.P_PID, tid, os.WEXITED | os.WNOHANG | WALL)
 
-    def _is_at_rest(self, tid: int) -> bool:
+    def _is_at_rest(self, tid: int, kept: re.Pattern[str]) -> bool:
         try:
             seen = procfs.stat(self._pid, tid)
         except procfs.GONE:  # it ended, and the threads that it made meanwhile are not listed
             return False
         if tid == self._pid and seen.has_ended:  # the first thread stays as a zombie while there are others
             return True
-        return tid in self._frozen or _KEPT_RUNNING.match(seen.name) is not None
+        return tid in self._frozen or kept.match(seen.name) is not None
 
     def _is_safe(self, tid: int, shared: _Shared, *, lenient: bool) -> bool:
         call = _SystemCall.of(self._pid, tid)
@@ -214,6 +253,11 @@ class FrozenThreads:
             return True
         reads_file = call.number == NUMBERS["read"] and self._is_file(call.arguments[0])
         return call.number in MACHINE.waits and not reads_file
+
+    def _runs_in(self, tid: int, code: _AddressRanges) -> bool:
+        """Return whether the thread was stopped between two instructions of this code, not in a system call."""
+        call = _SystemCall.of(self._pid, tid)
+        return call is not None and call.number < 0 and call.pc in code
 
     def _in_driver(self, tid: int, shared: _Shared) -> bool:
         """Return whether the thread waits in a system call of the driver's code, made directly or by the C library.
@@ -303,10 +347,11 @@ class _Shared(NamedTuple):
 
     code: _AddressRanges
     data: _AddressRanges
-    #: All code, and of it the C library's and the CUDA driver's.
+    #: All code, and of it the C library's, the CUDA driver's and libzmq's.
     executable: _AddressRanges
     c_library: _AddressRanges
     driver: _AddressRanges
+    libzmq: _AddressRanges
 
     @classmethod
     def of(cls, pid: int) -> _Shared:
@@ -323,4 +368,5 @@ class _Shared(NamedTuple):
             executable=_AddressRanges(code),
             c_library=named(_C_LIBRARY),
             driver=named(_DRIVER),
+            libzmq=named(_LIBZMQ),
         )

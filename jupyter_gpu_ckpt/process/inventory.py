@@ -9,7 +9,7 @@ not on them is refused by its name while the kernel still lives.
 
 *notes*: state that CRIU forgets and that `reapply` puts back before the restored processes run.
 
-*inventory*: threads, descriptors and mappings, all of which CRIU's image must have (`tasks.missing`).
+*inventory*: threads, descriptors and mappings, all of which CRIU's image must have (`tasks.missing`); and limits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,21 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import stat
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import file_facts, shared_memory, sockets, syscalls, terminals, watched_files
+from jupyter_gpu_ckpt.process import (
+    descriptors,
+    file_facts,
+    shared_memory,
+    sockets,
+    syscalls,
+    terminals,
+    watched_files,
+)
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.reapply import readable_policy, timer_time
 from jupyter_gpu_ckpt.procfs import Mount
@@ -104,10 +113,13 @@ _MOUNTED_BY_LINUX = {"nfs", "nfs4", "cifs", "smb3", "afs", "ceph"}
 #: Descriptors that CRIU's code has open at once in a process (``compel/src/lib/infect.c``, ``criu/mem.c``).
 _CRIU_DESCRIPTORS = 3
 _OPEN_FILES = re.compile(r"^Max open files +(\d+) ", re.M)
+_LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"]  # of BSD
 #: SIGTRAP (of a tracer), SIGCHLD and SIGSTOP (of a dump).
 _HARMLESS_SIGNALS = 1 << 4 | 1 << 16 | 1 << 18
 _O_DIRECT = 0o40000
 _DELETED = " (deleted)"
+#: Bytes of a deleted file's name with which it may come back; and with which it does, whatever number CRIU gives it.
+_LONGEST_NAME, _SAFE_NAME = 244, 235
 #: The largest exit status that CRIU restores; in wait(2)'s status, WCOREFLAG, and a signal that CRIU does not raise.
 _LARGEST_STATUS, _DUMPED, _LAST_SIGNAL = 0x7F, 0x80, 64
 _CAP_SYS_ADMIN = 1 << 21
@@ -277,6 +289,7 @@ class _OwnState:
         #: Pids that were the last to change some System V semaphore.
         self.semaphore_users = set(syscalls.semaphore_users())
         self.seccomp = procfs.status().get("Seccomp", "0")
+        self.open_files = descriptors.limit_of_criu()
 
 
 def _slice(tid: int) -> bytes:
@@ -449,12 +462,22 @@ class _Process:
             self.found.refuse("System V semaphores that it has changed (semop)", hint=hint)
         if (filter_ := _optional(f"{self.root}/coredump_filter")) != self.mine.coredump_filter and filter_:
             self.notes["coredump_filter"] = int(filter_, 16)
+        self.inventory["limits"] = {name: resource.prlimit(self.pid, getattr(resource, name)) for name in _LIMITS}
         words = _optional(f"{self.root}/autogroup").split()
         if words and words[-1] != "0":
             self.notes["autogroup_nice"] = int(words[-1])
 
     def limit(self) -> None:
-        """Refuse a process that may not open the few descriptors that CRIU's code in it needs."""
+        """Refuse a process that may not open the few descriptors that CRIU's code in it needs, or has none left for it.
+
+        See `descriptors` for the latter, which is of the restore.
+        """
+        highest, most = max(self.inventory["descriptors"], default=0), self.mine.open_files
+        if highest > descriptors.highest_number(most):
+            where = f"where a process may open {most} files (RLIMIT_NOFILE)"
+            what = f"a descriptor with the number {highest}, which is too high {where}"
+            last = f"Numbers up to {descriptors.highest_number(most)} come back: close it, or give it a lower number"
+            self.found.refuse(what, hint=f"{last} (os.dup); or have the server started with a higher hard limit.")
         if (found := _OPEN_FILES.search(procfs.read(f"{self.root}/limits"))) is None:  # it is unlimited
             return
         limit = int(found[1])
@@ -563,6 +586,8 @@ class _Process:
             return
         facts = file_facts.of(path)
         kind = facts.mode
+        if not stat.S_ISDIR(kind):
+            self.deleted_name(target, facts.inode, f"open (descriptor {number})")
         if stat.S_ISFIFO(kind):
             if int(procfs.fdinfo(self.pid, number)["flags"], 8) & _O_DIRECT:
                 self.refuse_file(f"a pipe in packet mode (O_DIRECT, descriptor {number})")
@@ -579,6 +604,20 @@ class _Process:
             self.directory(number, target)
         elif not stat.S_ISLNK(kind):
             self.refuse_file(f"a file of an unknown kind, {target} (descriptor {number})")
+
+    def deleted_name(self, name: str, inode: int, used: str) -> None:
+        """Refuse a file that was deleted and has too long a name: CRIU gives it one that is longer, when it restores.
+
+        It then lacks the space for `` (deleted)`` (if the file has another name) or for ``.cr.1.ghost``.  How long the
+        latter is shows in its image (`images.with_too_long_names`).
+        """
+        if len(os.fsencode(name).rpartition(b"/")[2]) <= _LONGEST_NAME + len(_DELETED) or name.startswith("/memfd:"):
+            return
+        if path := procfs.path_of_deleted(name, inode):
+            bytes = len(os.fsencode(os.path.basename(path)))
+            what = f"a deleted file {used} whose name has {bytes} bytes ({path})"
+            hint = f"Close it; or give the file a name of at most {_SAFE_NAME} bytes before it is deleted (os.rename)."
+            self.refuse_file(what, hint)
 
     def file_system(self, target: str, number: int) -> str:
         """Why a regular file's file system keeps it from coming back, as a noun phrase; empty if it does not.
@@ -717,6 +756,7 @@ class _Process:
         memfds = set[tuple[str, int]]()
         for mapping in procfs.maps(self.pid):
             self.mapping_name(mapping.name)
+            self.deleted_name(mapping.name, mapping.inode, "mapped")
             if "\n" in mapping.name and os.geteuid() != 0 and not procfs.path_of_deleted(mapping.name, mapping.inode):
                 # An ordinary user's CRIU opens it by the name that /proc/PID/smaps shows.
                 what = f"memory of a file with a line break in its name ({mapping.name})"

@@ -15,13 +15,14 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.procfs import MemoryMapping
 
 PTRACE_POKEUSER, PTRACE_CONT, PTRACE_DETACH, PTRACE_SYSCALL = 6, 7, 17, 24
 PTRACE_GETREGSET, PTRACE_SETREGSET, PTRACE_SEIZE, PTRACE_INTERRUPT = 0x4204, 0x4205, 0x4206, 0x4207
 PTRACE_GETEVENTMSG = 0x4201
 PTRACE_GETSIGMASK, PTRACE_SETSIGMASK = 0x420A, 0x420B
-PTRACE_O_TRACESYSGOOD, PTRACE_EVENT_STOP = 1, 128
+PTRACE_O_TRACESYSGOOD, PTRACE_O_EXITKILL, PTRACE_EVENT_STOP = 1, 1 << 20, 128
 #: FORK, VFORK and CLONE: each child is traced from its beginning, as its parent is.
 PTRACE_O_TRACEFORKS, PTRACE_EVENT_FORKS = 0x2 | 0x4 | 0x8, (1, 2, 3)
 
@@ -118,6 +119,17 @@ def ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> None:
         raise OSError(number, f"ptrace({request:#x}): {os.strerror(number)}")
 
 
+def seize(tid: int, options: int = 0) -> None:
+    """Begin to trace a thread.  Raises `OSError`.
+
+    The end of the init of a pid namespace ends all other processes there, but only after it has let its tracees run:
+    they are killed before that.
+    """
+    if os.getpid() == 1:
+        options |= PTRACE_O_EXITKILL
+    ptrace(PTRACE_SEIZE, tid, 0, options | PTRACE_O_TRACESYSGOOD)
+
+
 def release_late(tid: int, status: int) -> bool:
     """Detach a thread that has stopped, or ended, later than `Tracee.release` waited.  Return whether it is such a one.
 
@@ -134,6 +146,25 @@ def release_late(tid: int, status: int) -> bool:
     return True
 
 
+def _await_stop(tid: int) -> None:
+    """Wait until a thread is in the group stop that it is on its way to, as CRIU leaves restored processes.
+
+    A tracer that was there first would get the SIGSTOP itself, and there would be no stop when it is gone.
+    """
+    deadline = time.monotonic() + STOP_TIMEOUT
+    while (state := _state(tid)) not in "TtZX":
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, f"thread {tid} is not stopped (state {state})")
+        time.sleep(0.0001)
+
+
+def _state(tid: int) -> str:
+    try:
+        return procfs.stat(tid).state
+    except procfs.GONE:
+        return "X"
+
+
 class _Iovec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
@@ -142,12 +173,14 @@ class Tracee(contextlib.AbstractContextManager["Tracee"]):
     """A thread in a group stop (state ``T``), traced until `release`; then it is in that stop again.
 
     ``running``: a thread that runs; it is stopped here, and runs on after `release`.  Raises `OSError` where the thread
-    is gone, traced by another process or, without ``running``, not stopped.
+    is gone, traced by another process or, without ``running``, not stopped within `STOP_TIMEOUT` seconds.
     """
 
     def __init__(self, tid: int, *, running: bool = False) -> None:
         self.tid = tid
-        ptrace(PTRACE_SEIZE, tid, 0, PTRACE_O_TRACESYSGOOD)
+        if not running:
+            _await_stop(tid)
+        seize(tid)
         try:
             if running:
                 self._interrupt()

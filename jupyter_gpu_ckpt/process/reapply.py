@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import re
+import resource
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -56,6 +57,12 @@ def reapply(notes: dict[str, Notes]) -> tuple[list[str], list[str]]:
 def readable_policy(text: str) -> bool:
     """Return whether a policy that ``/proc/PID/numa_maps`` shows as ``text`` can be reapplied."""
     return _policy(text) is not None
+
+
+def is_above(limit: int, other: int) -> bool:
+    """Return whether a limit of `resource` is higher than another one."""
+    infinity = resource.RLIM_INFINITY
+    return other != infinity and (limit == infinity or limit > other)
 
 
 def timer_time(text: str) -> int:
@@ -140,6 +147,7 @@ class _Restorer(NamedTuple):
     # -- from outside
 
     def process(self) -> None:
+        self.limits()
         for name in ("coredump_filter", "autogroup_nice"):
             if name in self.notes:
                 path = f"/proc/{self.pid}/{name.removesuffix('_nice')}"
@@ -148,6 +156,20 @@ class _Restorer(NamedTuple):
         for number, parameters in self.notes.get("epoll_parameters", {}).items():
             with self.trying("parameters of an epoll instance"), self.borrowed(int(number)) as descriptor:
                 fcntl.ioctl(descriptor, syscalls.EPIOCSPARAMS, bytes.fromhex(parameters))
+
+    def limits(self) -> None:
+        """Set limits again (``setrlimit(2)``) that are above CRIU's own, which it neither sets nor reports."""
+        for name, (soft, hard) in self.notes.get("limits", {}).items():
+            number = getattr(resource, name)
+            _, most = present = resource.prlimit(self.pid, number)
+            if present == (soft, hard):
+                continue
+            with self.trying(name):
+                try:
+                    resource.prlimit(self.pid, number, (soft, hard))
+                except (OSError, ValueError):  # ValueError: only root may raise a hard limit
+                    resource.prlimit(self.pid, number, (most if is_above(soft, most) else soft, most))
+                    self.note(f"{name} of process {self.pid}, which cannot be more than {most} here", False)
 
     @contextlib.contextmanager
     def borrowed(self, number: int) -> Iterator[int]:

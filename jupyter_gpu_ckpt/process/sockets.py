@@ -405,7 +405,10 @@ def reapply(sock: socket.socket, wanted: dict[str, str]) -> list[str]:
 def _set(sock: socket.socket, level: int, name: str, number: int, value: str) -> None:
     """Set an option to a ``value`` of `_value`.  Raises `OSError`."""
     data = bytes.fromhex(value)
+    priority = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY)
     sock.setsockopt(level, number, data.rstrip(b"\0") if name == "TCP_CONGESTION" else data)
+    if name == "IP_TOS":  # Linux derives a priority from it, and the program may have set another one since
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, priority)
 
 
 # -- what the two ends of a TCP connection say of themselves as they connect

@@ -20,8 +20,8 @@ from jupyter_server.services.sessions.sessionmanager import SessionManager
 from traitlets.config import Config
 
 from .._version import __version__
-from ..doctor import checks
-from ..doctor.probes import EXTENSION
+from ..doctor import checks, fixes
+from ..doctor.probes import EXTENSION, missing_native_parts
 from ..errors import GpuCkptError, StateError
 from ..image.store import Image, Store
 from ..kernel.orphans import Orphan, find_orphan
@@ -84,6 +84,8 @@ class GpuCkptApp(ExtensionApp):
         assert self.serverapp.event_logger is not None
         # For its traits, by their defaults and the configuration; it gets no kernel.
         provisioner = GpuCkptProvisioner(config=self.serverapp.config)
+        if missing := missing_native_parts():
+            self.serverapp.log.warning("%s To fix it: %s", checks.without(missing), fixes.NATIVE_PARTS)
         self.store = Store(Path(provisioner.image_dir))
         self._runtime_base = Path(provisioner.runtime_base)
         self._fast_path = provisioner.fast_path

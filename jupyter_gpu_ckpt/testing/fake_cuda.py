@@ -48,7 +48,8 @@ class FakeProcess:
 
     ``busy``: GPU work that does not end, so that a lock times out.  ``unsupported``: memory of a kind the driver cannot
     save, which the driver says only once (``refused_before``).  ``ruined``: its restore failed, after which the driver
-    cannot restore it.  ``computing``: the percentage of its GPUs that it uses.
+    cannot restore it.  ``computing``: the percentage of its GPUs that it uses.  ``queries``: a thread of it asks again
+    and again whether a stream has done its work, which does not wait at the driver's lock: suspended, it ends by that.
     """
 
     memory: dict[str, int] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class FakeProcess:
     ruined: bool = False
     refused_before: bool = False
     computing: int = 0
+    queries: bool = False
     state: int = RUNNING
 
     @property
@@ -179,6 +181,8 @@ class FakeDriver:
             raise _refused(real.UNKNOWN if again else real.NOT_SUPPORTED)
         process.state = CHECKPOINTED
         process.closed += 1
+        if process.queries:
+            self.remove(pid)
 
     def _cuda_restore(self, pid: int, pairs: list[tuple[str, str]]) -> None:
         process = self._process(pid)

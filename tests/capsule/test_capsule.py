@@ -247,6 +247,27 @@ time.sleep(4 if {reaped} else 99)
     assert ("process 9000 was killed while it was restored" in output.read_text()) is not reaped
 
 
+@pytest.mark.parametrize("ends", ["os._exit(1)", "os.kill(os.getpid(), 9)", "time.sleep(99)"])
+def test_nothing_of_a_failed_restore_runs(capsule, ends):
+    """What has left CRIU's process group, as restored processes do, is killed, too."""
+    code = f"""
+import os, time
+open("/proc/sys/kernel/ns_last_pid", "w").write("8999")
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(99)
+    os._exit(0)
+os.wait()
+{ends}
+"""
+    output = capsule.directory / "out"
+    argv = [sys.executable, "-c", code]
+    ran = capsule.run(argv, cwd=capsule.directory, output=output, timeout=5, env=ENV, restores=9000)
+    assert ran.status != 0
+    until(lambda: alive(capsule.other_processes()) == [], "nothing is left", 10)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's CRIU mounts nothing")
 def test_what_a_killed_criu_has_mounted_to_try_linux_is_not_taken_for_the_kernels_own(capsule):
     sleeper(capsule)

@@ -11,9 +11,11 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +30,8 @@ from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard
 from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.errors import CriuKilled, KernelBusy
+from jupyter_gpu_ckpt.process import ptrace, reapply
+from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.ptrace import Tracee, release_late
 
 ENV = {"PATH": os.environ["PATH"]}
@@ -373,6 +377,7 @@ def test_a_thread_that_stops_too_late_is_let_go_then(process, monkeypatch):
     def late(tracee):
         raise TimeoutError
 
+    monkeypatch.setattr(ptrace, "_await_stop", lambda _: None)  # as if the stop ended just after that
     monkeypatch.setattr(Tracee, "_wait", late)
     with pytest.raises(TimeoutError):
         Tracee(process.pid)
@@ -382,6 +387,34 @@ def test_a_thread_that_stops_too_late_is_let_go_then(process, monkeypatch):
     until(lambda: "TracerPid:\t0" in Path(f"/proc/{pid}/status").read_text())
     until(lambda: criu_guard._state(pid, pid) == "S")
     assert not release_late(pid, status)
+
+
+#: Waits for another process to open a pipe, in a state in which it does not stop (vfork).
+LATE = f"""
+import os, sys, threading, time
+home = sys.argv[1]
+{STUCK.replace(".start()", ".run()")}
+time.sleep(1000)
+"""
+_PR_GET_PDEATHSIG = 2
+
+
+def test_a_process_on_its_way_to_its_stop_is_changed_in_that_stop(tmp_path):
+    """As CRIU leaves what it has restored: a tracer that comes first gets the SIGSTOP, and the process runs on."""
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", LATE, str(tmp_path)]) as process:
+        pid = process.pid
+        try:
+            until(lambda: procfs.stat(pid).state == "D", "it waits for its child")
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(0.3, lambda: (tmp_path / "fifo").open("wb").close()).start()
+            notes = {"threads": {str(pid): {"death_signal": int(signal.SIGUSR1)}}}
+            assert reapply.reapply({str(pid): notes}) == ([], [])
+            until(lambda: procfs.stat(pid).state == "T", "it is stopped", 5)
+            with Injection.into(pid) as injection, injection.on_stack(bytes(8)) as address:
+                assert injection.call("prctl", _PR_GET_PDEATHSIG, address) == 0
+                assert injection.memory.read(address, 4) == struct.pack("=i", signal.SIGUSR1)
+        finally:
+            process.kill()
 
 
 def test_all_are_back_in_their_stop_when_criu_begins(monkeypatch, tmp_path):

@@ -195,6 +195,11 @@ LINES = [
         "SOCKET_UNSUPPORTED",
         "Credentials",
     ),
+    (
+        "(00.1) Error (criu/sk-unix.c:698): unix: Unable too cut a b from /tmp/new name",
+        "SOCKET_UNSUPPORTED",
+        "it is /tmp/new name now",
+    ),
     ("(00.1) Error (criu/something.c:1): never seen before", "CRIU_FAILED", "could not dump"),
 ]
 

@@ -4,9 +4,12 @@ What a test here asserts, callers may rely on; what the fake does beyond it is t
 """
 
 import contextlib
+import time
 
 import pytest
 from cuda_subject import CudaSubject
+from harness import alive
+from waiting import until
 
 from jupyter_gpu_ckpt.cuda.cuda import Cuda, CudaState
 from jupyter_gpu_ckpt.cuda.gpus import Gpus
@@ -15,6 +18,12 @@ from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus
 
 MIB = 2**20
 MEMORY = 256 * MIB
+QUERIES = """
+import threading, time
+def query():
+    while True: torch.cuda.default_stream().query(); time.sleep(0.01)
+threading.Thread(target=query, daemon=True).start()
+"""
 FAKE_UUID = "GPU-00000000-0000-0000-0000-000000000001"
 
 
@@ -43,6 +52,13 @@ class FakeRig:
         """The process runs and its memory holds what it held."""
         process = self.driver.processes[pid]
         return not process.ruined and process.state == 0
+
+    def query(self, pid):
+        """From now on a thread of the process asks whether its stream has done its work, every 10 ms."""
+        self.driver.processes[pid].queries = True
+
+    def lives(self, pid):
+        return pid in self.driver.processes
 
     def lose_helper(self):
         """The helper dies between two calls: nobody notices."""
@@ -80,6 +96,12 @@ class RealRig:
         return self.subjects[pid].run(
             "result = bool((x == torch.arange(len(x), dtype=x.dtype, device=x.device)).all())"
         )
+
+    def query(self, pid):
+        self.subjects[pid].run(QUERIES)
+
+    def lives(self, pid):
+        return bool(alive([pid]))
 
     def lose_helper(self):
         self.helper.close()
@@ -168,6 +190,19 @@ class TestContract:
         driver.cuda.lock(pid, 10)
         driver.cuda.unlock(pid)
         assert driver.intact(pid)
+
+    def test_a_call_that_does_not_wait_at_the_lock_ends_a_suspended_process(self, driver):
+        pid = driver.start()
+        driver.query(pid)
+        driver.cuda.lock(pid, 10)
+        time.sleep(0.2)
+        assert driver.lives(pid)
+        driver.cuda.unlock(pid)
+        assert driver.intact(pid)
+        driver.cuda.lock(pid, 10)
+        with contextlib.suppress(CudaError):  # it ends before the driver is done
+            driver.cuda.checkpoint(pid)
+        until(lambda: not driver.lives(pid), "it has ended")
 
     def test_a_locked_process_is_unlocked_by_another_helper(self, driver):
         pid = driver.start()

@@ -35,6 +35,8 @@ class FakeGpu:
 #: A host that can do everything, and holds an ordinary user's server.
 FIT = Probes(
     kernel=lambda: Uname("Linux", "6.18.1-generic", "x86_64"),
+    glibc=lambda: "2.36",
+    missing_native_parts=list,
     is_root=lambda: False,
     status=lambda: {"Seccomp": "0", "CapEff": "0"},
     sysctl=lambda name: None,
@@ -121,9 +123,14 @@ FAULTS = {
     "other machine": (
         replace(FIT, kernel=lambda: Uname("Linux", "6.8.0", "riscv64")), "linux", "error", "cpu", "riscv64", ""
     ),
-    "an untested machine": (
+    "arm": (
         replace(FIT, kernel=lambda: Uname("Linux", "6.8.0", "aarch64")),
-        "linux", "warning", "cpu", "not tested on this architecture", "",
+        "linux", "error", "cpu", "only x86_64 is supported", "",
+    ),
+    "musl": (replace(FIT, glibc=lambda: ""), "linux", "error", "cpu", "without glibc (musl?)", "Debian"),
+    "built without a C compiler": (
+        replace(FIT, missing_native_parts=lambda: ["fastpath", "root"]),
+        "native-parts", "warning", "cpu", "fastpath: device memory moves at the driver's rate only; root: ", "gcc",
     ),
     "no criu": (
         replace(FIT, criu=raiser(CriuMissing("No CRIU."))), "criu", "error", "cpu", "No CRIU.", "install-criu"

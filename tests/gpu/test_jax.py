@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import os
 import signal
+import textwrap
 from pathlib import Path
 
 import pytest
-from harness import notebook
+from harness import alive, notebook
 from waiting import until
 
 from jupyter_gpu_ckpt.errors import UnsupportedCuda
@@ -90,6 +93,52 @@ async def comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallocated, fa
                 came_back += 1
                 print(f"came back {came_back} of {ROUNDS}", flush=True)
                 record(came_back=came_back, of=ROUNDS, checkpoint=out, restore=kernel.steps.seconds())
+
+
+#: Seconds of a suspend: several times what JAX lets pass from one question for its streams to the next.
+STAYS = 10.0
+#: A child of the kernel with arrays of its own, of which it tells the digest.
+ANSWERS = SETUP + "import sys\nfor _ in sys.stdin:\n" + textwrap.indent(DIGEST, "    ")
+WORKER = f"""
+import subprocess, sys
+command = [sys.executable, "-u", "-c", {ANSWERS!r}]
+worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def ask():
+    print("?", file=worker.stdin, flush=True)
+    return worker.stdout.readline().strip()
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fast_path", ["off", "auto"])
+async def test_suspended_kernels_and_their_workers_live_on(tmp_path, runtime_base, monkeypatch, fast_path, record):
+    """A thread of JAX asks by cuStreamQuery every few seconds, which does not wait while the driver is locked."""
+    pytest.importorskip("jax", reason="JAX is not installed on this machine")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    async with contextlib.AsyncExitStack() as stack:
+        kernels = []
+        for number in range(3):
+            place = tmp_path / str(number)
+            place.mkdir()
+            kernels.append(await stack.enter_async_context(notebook(place, runtime_base, fast_path=fast_path)))
+        digests = []
+        for kernel in kernels:
+            await kernel.run(SETUP)
+            await kernel.run(WORKER)
+            digests.append(await kernel.run(DIGEST))
+            assert await kernel.run("print(ask())") == digests[-1]
+        for round in range(1, 3):
+            pids = [pid for kernel in kernels for pid in kernel.lifecycle.capsule.processes()]
+            await asyncio.gather(*(kernel.provisioner.suspend() for kernel in kernels))
+            await asyncio.sleep(STAYS)
+            assert [kernel.state for kernel in kernels] == ["suspended"] * len(kernels)
+            assert alive(pids) == pids
+            record(lived_on=round, suspended=[kernel.steps.seconds() for kernel in kernels])
+            for kernel, digest in zip(kernels, digests, strict=True):
+                assert await kernel.run(DIGEST) == digest
+                assert await kernel.run("print(ask())") == digest
+                assert await kernel.run(COMPUTES) == "True"
+                await kernel.settled("running")
 
 
 SIGNALS = """

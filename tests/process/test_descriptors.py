@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.errors import LimitReached
 from jupyter_gpu_ckpt.process import descriptors
 
@@ -90,3 +91,22 @@ def test_a_process_that_closes_files_in_time_is_waited_for(monkeypatch):
     monkeypatch.setattr(descriptors.procfs, "descriptors", lambda pid: next(numbers))
     with process(11, 11) as pid, descriptors.headroom(pid, 60):
         assert next(numbers, None) is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "highest"), [(1024, 992), (4096, 4064), (4100, 4064), (20000, 19936), (1 << 20, 1048544)]
+)
+def test_numbers_that_leave_some_to_criu(limit, highest):
+    assert descriptors.highest_number(limit) == highest
+    assert descriptors.needed_limit(highest) <= limit < descriptors.needed_limit(highest + 1)
+
+
+def test_criu_has_the_hard_limit_or_all_there_is_where_it_may_raise_it():
+    code = (
+        "import resource\nfrom jupyter_gpu_ckpt.process import descriptors\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))\nprint(descriptors.limit_of_criu())\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (100, 200)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    with process(8, 9) as pid:
+        assert int(found) == (int(procfs.sysctl("fs.nr_open")) if may_raise(pid) else 200)

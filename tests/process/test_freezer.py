@@ -8,6 +8,7 @@ import mmap
 import os
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -16,9 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from waiting import until
 
-from jupyter_gpu_ckpt.process.freezer import _SHARED_CODE, FrozenThreads
+from jupyter_gpu_ckpt.lifecycle import preflight
+from jupyter_gpu_ckpt.process.freezer import _LIBZMQ, _SHARED_CODE, FrozenThreads
+from jupyter_gpu_ckpt.process.ptrace import Tracee
 from jupyter_gpu_ckpt.process.syscalls import NUMBERS
 
 #: Each kind of thread counts its beats in a word of its own of a file, and signals are counted in the last one.
@@ -75,6 +79,7 @@ for place, step in enumerate((computes, allocates, hashes, comes, waits, locks))
         step() if step is comes else loop(place, step)
 if len(sys.argv) > 4:
     open("/proc/self/comm", "w").write(sys.argv[4])
+# more
 print("goes", flush=True)
 sys.stdin.read()
 os._exit(0)
@@ -129,13 +134,21 @@ class Process:
 
 
 @contextlib.contextmanager
-def running(directory: Path, *kinds: str, name: str = "") -> Iterator[Process]:
-    """The subject; ``name``: what its first thread is called."""
+def running(directory: Path, *kinds: str, name: str = "", more: str = "") -> Iterator[Process]:
+    """The subject; ``name``: what its first thread is called; ``more``: what else it does before it goes."""
     file, lock = directory / "words", directory / "lock"
     file.write_bytes(bytes(64))
     lock.touch()
     process = subprocess.Popen(
-        [sys.executable, "-c", SUBJECT, str(file), str(lock), ",".join(kinds), *([name] if name else [])],
+        [
+            sys.executable,
+            "-c",
+            SUBJECT.replace("# more\n", more),
+            str(file),
+            str(lock),
+            ",".join(kinds),
+            *([name] if name else []),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -253,19 +266,31 @@ def test_a_thread_that_may_be_a_driver_s_of_another_release(tmp_path, name):
         frozen.release()
 
 
+def kill_who_stopped(subject: Process, source: str) -> None:
+    """Have another process, which runs ``source``, stop all threads, and kill it."""
+    parker = subprocess.Popen(
+        [sys.executable, "-c", source, str(subject.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert parker.stdout is not None
+        assert int(parker.stdout.readline()) >= 5
+        stays_at_rest(subject)
+    finally:
+        parker.kill()
+        parker.communicate()
+
+
 def test_the_process_that_stopped_the_threads_is_killed(tmp_path):
     with running(tmp_path, *KINDS[:5]) as subject:
-        parker = subprocess.Popen(
-            [sys.executable, "-c", PARKER, str(subject.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert parker.stdout is not None
-            assert int(parker.stdout.readline()) >= 5
-            stays_at_rest(subject)
-        finally:
-            parker.kill()
-            parker.communicate()
+        kill_who_stopped(subject, PARKER)
         subject.goes_on(*KINDS[:5])
+
+
+def test_the_init_that_stopped_the_threads_is_killed(tmp_path):
+    """All processes of its namespace end with it, but its tracees would run until then."""
+    with running(tmp_path, *KINDS[:5]) as subject:
+        kill_who_stopped(subject, f"import os\nos.getpid = lambda: 1\n{PARKER}")
+        assert subject.process.wait(60) == -signal.SIGKILL
 
 
 def test_the_process_is_killed(tmp_path):
@@ -439,6 +464,106 @@ def test_threads_that_wait_inside_the_driver_are_stopped_and_no_others(tmp_path)
         finally:
             frozen.release()  # a traced thread that was killed would wait for us
             process.kill()
+
+
+def test_threads_that_could_call_the_driver_are_frozen_and_libzmq_s_serve_on(served):
+    subject, answers = served
+    frozen = FrozenThreads(subject.pid)
+    for _ in range(3):
+        frozen.freeze_callers(time.monotonic() + 30)
+        states = subject.states_by_name()
+        assert {name for name, state in states.items() if state != "t"} == {"ZMQbg/IO/0", "ZMQbg/Reaper", EVENTS}
+        before = subject.beats(KINDS.index("computes"))
+        assert accepts(subject.pid)
+        assert subject.beats(KINDS.index("computes")) == before
+        # For a dump all of them are frozen, and after it, or without it, the callers again.
+        frozen.freeze_all(time.monotonic() + 30, insist=True)
+        assert {name for name, state in subject.states_by_name().items() if state != "t"} == {EVENTS}
+        os.kill(subject.pid, signal.SIGSTOP)
+        frozen.release()
+        until(lambda: set(subject.states()) == {"T"}, "it is stopped")
+        frozen.freeze_again(time.monotonic() + 30)
+        os.kill(subject.pid, signal.SIGCONT)
+        until(lambda: subject.states_by_name()["ZMQbg/IO/0"] == "S", "libzmq's go on")
+        assert accepts(subject.pid)
+        assert subject.beats(KINDS.index("computes")) == before
+        frozen.release()
+        subject.goes_on("computes", "allocates")
+        assert answers() == "yes"
+
+
+def accepts(pid: int) -> bool:
+    """Connect to the subject's unix socket, and disconnect: its libzmq accepts the connection, and closes it."""
+    own = (SERVICE.format(pid=pid),)
+    connections = sum(preflight.open_connections(pid, own).values())
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(own[0])
+        until(lambda: sum(preflight.open_connections(pid, own).values()) == connections + 1, "it accepts")
+    until(lambda: sum(preflight.open_connections(pid, own).values()) == connections, "it closes its side")
+    return True
+
+
+EVENTS = "cuda-EvtHandlr"
+SERVICE = "/tmp/gc-freezer-{pid}"
+#: Added to the subject: a socket of ZMQ, whose requests are answered, and a thread with a name of the driver's.
+SERVES = """
+import zmq
+context = zmq.Context()
+service = context.socket(zmq.REP)
+service.bind(f"ipc:///tmp/gc-freezer-{os.getpid()}")
+def serve():
+    while True:
+        service.recv()
+        service.send(b"yes")
+threading.Thread(target=serve, daemon=True).start()
+def events():
+    ctypes.CDLL(None).prctl(15, b"cuda-EvtHandlr")
+    while True: time.sleep(1000)
+threading.Thread(target=events, daemon=True).start()
+"""
+
+
+@pytest.fixture
+def served(tmp_path):
+    """The subject with such a socket, and a function that sends it a request and returns the answer."""
+    context = zmq.Context()
+    with running(tmp_path, "computes", "allocates", more=SERVES) as subject:
+        path = SERVICE.format(pid=subject.pid)
+
+        def answers() -> str:
+            with context.socket(zmq.REQ) as client:
+                client.linger = 0
+                client.rcvtimeo = 30_000
+                client.connect(f"ipc://{path}")
+                client.send(b"?")
+                return client.recv().decode()
+
+        assert answers() == "yes"
+        until(lambda: EVENTS in subject.states_by_name(), "all threads have their names")
+        yield subject, answers
+    context.destroy(linger=0)
+    Path(path).unlink(missing_ok=True)
+
+
+def test_callers_that_cannot_be_frozen_all_run_on(served):
+    subject, answers = served
+    with Tracee(subject.pid, running=True), pytest.raises(PermissionError):
+        FrozenThreads(subject.pid).freeze_callers(time.monotonic() + 30)
+    subject.goes_on("computes", "allocates")
+    assert answers() == "yes"
+
+
+@pytest.mark.parametrize(
+    ("path", "is_libzmq"),
+    [
+        ("/x/pyzmq.libs/libzmq-a430b4ce.so.5.2.5", True),
+        ("/usr/lib/x86_64-linux-gnu/libzmq.so.5.2.4", True),
+        ("/usr/lib/x86_64-linux-gnu/libczmq.so.4", False),
+        ("/x/zmq/backend/cython/_zmq.abi3.so", False),
+    ],
+)
+def test_code_in_which_no_caller_is_frozen(path, is_libzmq):
+    assert bool(_LIBZMQ.search(path)) is is_libzmq
 
 
 def test_who_stands_in_a_stop_stays_when_it_ends(tmp_path):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import os
 import shutil
+import socket
+import struct
 import tempfile
 from pathlib import Path
 
@@ -108,3 +110,13 @@ def test_several_options_of_one_socket_come_back(criu_binary, kind):
     trip = Trip(Criu(criu_binary.argv), kind, f"make_some({kind!r}, 20, {seed!r})")
     assert trip.differences(kind) == []
     assert len(trip.seen[0]) == 20
+
+
+@pytest.mark.parametrize("priority", [0, 3])
+def test_a_priority_that_was_set_after_the_type_of_service_is_kept(priority):
+    """CRIU restores the priority; the type of service of IPv4 that a socket of IPv6 has is put back after it."""
+    with socket.socket(socket.AF_INET6) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, priority)
+        assert sockets.reapply(sock, {"IP_TOS": struct.pack("=i", 0x10).hex()}) == []
+        assert sock.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == 0x10
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == priority

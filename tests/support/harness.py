@@ -86,9 +86,10 @@ async def notebook(
     *,
     kernel_name: str = "python3",
     raw_output: Path | None = None,
+    kernel_id: str | None = None,
     **traits,
 ):
-    """A running kernel whose images lie in ``tmp_path/images``.
+    """A running kernel whose images lie in ``tmp_path/images``; that of this id, if it has no owner.
 
     ``raw_output``: the file of its own stdout and stderr, which is closed on our side once the kernel was started; by
     default these are ours.
@@ -109,7 +110,8 @@ async def notebook(
     if raw_output is None and os.environ.get("OUT"):  # on a GPU machine: the report of a failed test has it
         raw_output = tmp_path / RAW_OUTPUT
     with open(raw_output, "ab") if raw_output is not None else contextlib.nullcontext() as output:
-        await manager.start_kernel(env=environment, cwd=str(tmp_path), stdout=output, stderr=output)
+        named = {"kernel_id": kernel_id} if kernel_id is not None else {}
+        await manager.start_kernel(env=environment, cwd=str(tmp_path), stdout=output, stderr=output, **named)
     client = manager.client()
     client.start_channels()
     try:

@@ -3,7 +3,8 @@
  * Open, it costs a call the load of one word and a jump.  Closed, a call waits, before it enters the driver; the first
  * is seen by the kernel's owner in `published.h`, and a thread that a signal interrupts gets an error.  The gate is
  * closed before the driver locks, and the driver's lock stays what keeps calls from memory that is not there: some do
- * not pass the gate, and some have passed it when it is closed.
+ * not pass the gate, and some have passed it when it is closed.  Others (cuStreamQuery) do not wait at that lock, and
+ * end a process that the driver has suspended: before that the gate is closed for as long as it lasts.
  *
  * The functions of the gate are written for x86-64; elsewhere there is no gate, and every call goes to the driver.
  */

@@ -59,6 +59,9 @@ const char *double_called(size_t index);         /* names, until NULL */
 CUresult double_primary_context(CUcontext *);
 /* Calls that wait while the driver is locked, by the file of the given name (beside it, "-is-locked" says that). */
 void double_lock_file(const char *file);
+/* The process is suspended while there is a file of the given name (beside it, "-is-suspended" says that): calls that
+ * do not wait end it. */
+void double_suspend_file(const char *file);
 void double_read(void);
 void double_write(void);
 void double_hold(unsigned microseconds); /* what writers need */

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "double.h"
@@ -101,32 +102,60 @@ EXPORT void double_hold(unsigned microseconds)
     usleep(1000); /* for whoever waits */
 }
 
-/* The driver's thread that locks: while there is the file, and it says so by another. */
+static void lock(void) { pthread_rwlock_wrlock(&driver_lock); }
+static void unlock(void) { pthread_rwlock_unlock(&driver_lock); }
+
+/* The driver's own memory, which is away while it has suspended the process.  Some calls read it without the lock. */
+static volatile int *own_memory;
+
+static void take_memory(void) { mprotect((void *)own_memory, sizeof *own_memory, PROT_NONE); }
+static void return_memory(void) { mprotect((void *)own_memory, sizeof *own_memory, PROT_READ); }
+
+/* A thread of the driver: what it does while there is a file, and says so by another. */
+struct duty {
+    char wanted[4000], said[4096];
+    void (*begin)(void), (*end)(void);
+};
+
 static void *keep(void *argument)
 {
-    const char *wanted = argument;
-    char said[4096];
-    snprintf(said, sizeof said, "%s-is-locked", wanted);
+    struct duty *duty = argument;
     pthread_setname_np(pthread_self(), "cuda0000000d00e");
-    for (bool locked = false;; usleep(500)) {
-        bool wants = access(wanted, F_OK) == 0;
-        if (wants && !locked) {
-            pthread_rwlock_wrlock(&driver_lock);
-            close(open(said, O_WRONLY | O_CREAT, 0600));
-        } else if (!wants && locked) {
-            pthread_rwlock_unlock(&driver_lock);
-            unlink(said);
+    for (bool done = false;; usleep(500)) {
+        bool wants = access(duty->wanted, F_OK) == 0;
+        if (wants && !done) {
+            duty->begin();
+            close(open(duty->said, O_WRONLY | O_CREAT, 0600));
+        } else if (!wants && done) {
+            duty->end();
+            unlink(duty->said);
         }
-        locked = wants;
+        done = wants;
     }
     return NULL;
 }
 
-EXPORT void double_lock_file(const char *file)
+static void keep_at(const char *file, const char *said, void (*begin)(void), void (*end)(void))
 {
     pthread_t thread;
-    if (pthread_create(&thread, NULL, keep, strdup(file)) != 0)
-        misuse("the lock has no thread");
+    struct duty *duty = malloc(sizeof *duty);
+    snprintf(duty->wanted, sizeof duty->wanted, "%s", file);
+    snprintf(duty->said, sizeof duty->said, "%s-is-%s", duty->wanted, said);
+    duty->begin = begin;
+    duty->end = end;
+    if (pthread_create(&thread, NULL, keep, duty) != 0)
+        misuse("the driver has no thread");
+}
+
+EXPORT void double_lock_file(const char *file) { keep_at(file, "locked", lock, unlock); }
+
+EXPORT void double_suspend_file(const char *file)
+{
+    void *memory = mmap(NULL, sizeof *own_memory, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED)
+        misuse("the driver has no memory of its own");
+    own_memory = memory;
+    keep_at(file, "suspended", take_memory, return_memory);
 }
 
 /* -- devices and contexts */
@@ -484,6 +513,23 @@ EXPORT CUresult cuStreamSynchronize(CUstream stream)
         pthread_cond_wait(&changed, &mutex);
     pthread_mutex_unlock(&mutex);
     return CUDA_SUCCESS;
+}
+
+/* As the real one, it does not wait at the lock. */
+EXPORT CUresult cuStreamQuery(CUstream stream)
+{
+    ENTER();
+    if (own_memory != NULL)
+        (void)*own_memory;
+    CUcontext context = needed(__func__);
+    if (stream <= (CUstream)2 && context->launches == NULL)
+        return CUDA_SUCCESS; /* nothing was ever launched */
+    stream = actual(stream);
+    pthread_mutex_lock(&mutex);
+    place(context, stream, __func__);
+    CUresult result = stream->done == stream->asked ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    pthread_mutex_unlock(&mutex);
+    return result;
 }
 
 EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags)

@@ -28,11 +28,25 @@ CONTEXT = 8 * MIB
 
 
 class FastKernel:
-    """A kernel of 71 MiB of blocks beside its context, on a GPU of 100 MiB."""
+    """A kernel of 71 MiB of blocks beside its context, on a GPU of 100 MiB.
 
-    def __init__(self, criu_binary, directory: Path, base: Path, programs, doubles, store=None, **settings) -> None:
-        self.driver, self.gate = FakeDriver({A: 100 * MIB}), GateDouble()
-        self.program = Program(base, programs.library, doubles)
+    ``driver``: the one that suspends.  ``preload``: whether it has the library; without, the driver knows its context.
+    """
+
+    def __init__(
+        self,
+        criu_binary,
+        directory: Path,
+        base: Path,
+        programs,
+        doubles,
+        store=None,
+        driver: FakeDriver | None = None,
+        preload: bool = True,
+        **settings,
+    ) -> None:
+        self.driver, self.gate = driver or FakeDriver({A: 100 * MIB}), GateDouble()
+        self.program = Program(base, programs.library if preload else None, doubles)
         gpus = FakeGpus(self.driver, directory / "locks")
         self.store = store = store or Store(directory / "images")
         engine = Engine(Criu(criu_binary.argv), dotted(criu_binary.version), FakeCuda(self.driver), gpus, store)

@@ -54,18 +54,15 @@ while True:
 
 
 class Program:
-    """The program, to be run in a capsule whose directory is ``directory``."""
+    """The program, to be run in a capsule whose directory is ``directory``; without a library if that is None."""
 
-    def __init__(self, directory: Path, library: Path, doubles: Path) -> None:
+    def __init__(self, directory: Path, library: Path | None, doubles: Path, sizes: tuple[int, ...] = SIZES) -> None:
         self.directory = directory
         (directory / "program.py").write_text(_SOURCE)
-        self.argv = [sys.executable, str(directory / "program.py"), repr(SIZES)]
-        self.env = {
-            **os.environ,
-            "LD_LIBRARY_PATH": str(doubles),
-            "LD_PRELOAD": str(library),
-            fastpath.VARIABLE: str(directory / fastpath.SOCKET),
-        }
+        self.argv = [sys.executable, str(directory / "program.py"), repr(sizes)]
+        self.env = {**os.environ, "LD_LIBRARY_PATH": str(doubles)}
+        if library is not None:
+            self.env |= {"LD_PRELOAD": str(library), fastpath.VARIABLE: str(directory / fastpath.SOCKET)}
 
     def holds_its_memory(self) -> None:
         until((self.directory / "ready").exists, "the program holds its memory")

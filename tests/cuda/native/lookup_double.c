@@ -13,6 +13,7 @@ CUresult cuMemGetInfo_v2(size_t *, size_t *);
 CUresult cuCtxGetCurrent(CUcontext *);
 CUresult cuCtxGetDevice(CUdevice *);
 CUresult cuCtxSynchronize(void);
+CUresult cuStreamQuery(CUstream);
 
 static CUresult allocate(CUdeviceptr *address, size_t bytes) { return cuMemAlloc_v2(address, bytes); }
 
@@ -41,6 +42,7 @@ static const struct {
     {"cuPointerGetAttribute", 4000, false, cuPointerGetAttribute},
     {"cuPointerGetAttributes", 7000, false, cuPointerGetAttributes},
     {"cuMemRetainAllocationHandle", 11000, false, cuMemRetainAllocationHandle},
+    {"cuStreamQuery", 2000, false, cuStreamQuery},
     {"cuStreamBeginCapture", 10010, false, cuStreamBeginCapture_v2},
     {"cuStreamBeginCapture", 10010, true, cuStreamBeginCapture_v2_ptsz},
     {"cuStreamEndCapture", 10000, false, cuStreamEndCapture},

@@ -112,6 +112,28 @@ def deleted():
     return lambda: (os.pread(file.fileno(), 100, 0).decode(), os.fstat(file.fileno()).st_nlink, file.tell())
 
 
+@kind("a deleted file whose name has 235 bytes")
+def deleted_long_name():
+    path = place("file") / ("n" * 235)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.write(fd, b"still here")
+    path.unlink()
+    return lambda: (os.pread(fd, 100, 0).decode(), os.readlink(f"/proc/self/fd/{fd}"))
+
+
+@kind(
+    "a deleted file whose name has 245 bytes",
+    refused("FILE_UNSUPPORTED", "name has 245 bytes"),
+    alone="is refused",
+    advice="Close it, or give such files names of at most 235 bytes.",
+)
+def deleted_too_long_name():
+    path = place("file") / ("n" * 245)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    path.unlink()
+    return lambda: os.fstat(fd).st_nlink, lambda: os.close(fd)
+
+
 @kind("a large deleted file with holes")
 def deleted_sparse():
     path = place("file") / "gone"

@@ -1,0 +1,44 @@
+"""Deleted files with long names: a restore gives them longer ones, and there may be no space for that."""
+
+from __future__ import annotations
+
+import pytest
+
+#: How a file that was deleted is in use; ``path`` is its name.
+USES = {
+    "open": "fd = os.open(path, os.O_RDWR | os.O_CREAT); os.write(fd, b'data')",
+    "a named pipe": "os.mkfifo(path); fd = os.open(path, os.O_RDWR)",
+    "mapped": "import mmap\nopen(path, 'wb').write(bytes(4096))\n"
+    "with open(path, 'rb') as file: memory = mmap.mmap(file.fileno(), 4096, mmap.MAP_PRIVATE)",
+    "with another name": "fd = os.open(path, os.O_RDWR | os.O_CREAT); os.link(path, 'other')",
+    "a program": "import shutil\nshutil.copy('/bin/sleep', path)\n"
+    "child = subprocess.Popen([path, '600'])\nwhile os.readlink(f'/proc/{child.pid}/exe') != path: pass",
+}
+
+
+@pytest.mark.parametrize("use", USES)
+async def test_a_name_that_is_too_long_is_refused_while_the_kernel_runs(subject, use):
+    length = 246 if use == "with another name" else 245
+    await subject.run(f"path = os.path.abspath('n' * {length})\n{USES[use]}\nos.unlink(path)")
+    error = await subject.fails(subject.provisioner.checkpoint, "FILE_UNSUPPORTED", "DELETED_MAPPING")
+    assert "n" * length in error.message
+    await subject.runs_on(error)
+
+
+async def test_the_longest_name(subject):
+    """CRIU numbers the files, in hexadecimal: the first fifteen."""
+    await subject.run(
+        "files = []\nfor number in range(15):\n"
+        "    path = str(number).zfill(244); files.append(open(path, 'w+')); os.unlink(path)\n"
+        "os.mkdir('d' * 255); directory = os.open('d' * 255, os.O_RDONLY); os.rmdir('d' * 255)"
+    )
+    await subject.leaves_and_wakes()
+    assert await subject.run("print(len(files[14].name), os.listdir(directory))") == "244 []"
+    await subject.run(
+        "os.makedirs('e' * 244 + '/f'); files.append(open('e' * 244 + '/' + 'g' * 244, 'w')); os.unlink(files[15].name)"
+    )
+    error = await subject.fails(subject.provisioner.checkpoint, "FILE_UNSUPPORTED")
+    assert "The kernel has deleted files open whose names are too long to be made again: " in error.message
+    await subject.runs_on(error)
+    await subject.run("files.pop().close()")
+    await subject.leaves_and_wakes()

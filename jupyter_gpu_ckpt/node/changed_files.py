@@ -72,6 +72,10 @@ def _database(
     assert now is not None
     if was["transaction"] == "write":
         advice, hard = _WOULD_DAMAGE, True
+    elif now.get("log_lost") and (now.get("same") or now["wal"]):
+        advice, hard = _ROWS_LOST.format(names[1], judge.how_to_accept), True
+        if judge.accept:
+            advice, hard = _CONTINUES, False
     elif was["transaction"] == "read" and (now.get("same") or now["wal"]):
         advice, hard = f"{_IN_A_QUERY} Or accept that: {judge.how_to_accept}.", True
         if judge.accept:
@@ -127,6 +131,10 @@ def _replaced_directory(path: str, was: Facts, now: Facts, judge: Judge) -> Iter
 _DELETED = "The kernel has it open under a name that was deleted; put it back as it was."
 _CONTINUES = "The kernel continues with it as it is now."
 _NOTICED = "SQLite notices what others wrote into its database."
+_ROWS_LOST = (
+    "What the kernel wrote last was in {0}, and is not in the database: put that file back as it was, with the "
+    "database. Or go on without what is lost: {1}."
+)
 _IN_A_QUERY = (
     "The kernel is in a transaction that reads it, whose queries may fail now, or return what was there before and "
     "after: put it back as it was."

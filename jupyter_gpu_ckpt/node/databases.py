@@ -2,11 +2,13 @@
 
 The entry of an open database has ``database_born``: when it was made, in ns, 0 if unknown; ``transaction``: whether the
 kernel is in one, ``none``, ``read`` or ``write``.  In WAL mode it has ``wal``: the size of a page; and ``boot``: the
-boot in which its index was used.  Log and index are entries of their own.
+boot in which its index was used; and ``uncopied`` if its log has pages that the database lacks (`sqlite_wal`).  Log
+and index are entries of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -28,6 +30,8 @@ def note(files: Mapping[str, dict[str, Any]], locks: Mapping[str, Collection[sql
         in_wal_mode = database.wal_page_size and log.get("open") and index.get("mapped") and index.get("writes")
         if in_wal_mode and (known := sqlite_wal.transaction(own, locks.get(path + sqlite_wal.INDEX, ()))):
             file |= {"transaction": known, "wal": database.wal_page_size, "boot": procfs.boot_id()}
+            with contextlib.suppress(OSError):  # it was removed just now, which `match` notices
+                file["uncopied"] = sqlite_wal.uncopied(path, database.wal_page_size)
 
 
 def _transaction(locks: Collection[sqlite_wal.Lock]) -> str:
@@ -40,6 +44,13 @@ def _transaction(locks: Collection[sqlite_wal.Lock]) -> str:
 def is_one(file: Facts) -> bool:
     """Return whether an entry of a fingerprint is that of a database."""
     return "transaction" in file or bool(file.get("database_born"))
+
+
+def is_log_lost(path: str, was: Facts) -> bool:
+    """Return whether pages are gone that the log of the database had, whose entry ``was`` is, and nothing else."""
+    with contextlib.suppress(OSError):
+        return bool(was.get("uncopied")) and sqlite_wal.is_lost(path, was["wal"], was["uncopied"])
+    return False
 
 
 def present(path: str) -> dict[str, Any]:

@@ -172,11 +172,14 @@ def _noted_file(path: str, file: Facts, kind: str) -> dict[str, Any]:
 def _present(path: str, was: Facts, hashes: Hashes | None, cancelled: Callable[[], bool]) -> dict[str, Any] | None:
     """Return the facts of the file at ``path``; ``same`` if they are those of ``was``, else its build-id and hash.
 
-    ``recorded``: its hash at the checkpoint, which may have been made later.
+    ``recorded``: its hash at the checkpoint, which may have been made later.  ``log_lost``: as
+    `databases.is_log_lost`.
     """
     now = node.file_facts(path)
     if now is None:
         return None
+    if databases.is_log_lost(path, was):
+        now["log_lost"] = True
     if node.same_file(was, now):
         return {**now, "same": True}
     now |= {"same": False, "build_id": "", "blake3": "", "recorded": "", "usable": _is_usable(path, was)}

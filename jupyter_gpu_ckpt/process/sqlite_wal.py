@@ -16,14 +16,20 @@ kernel would trust its old pages.  `hold` takes both locks in the kernel's place
 - If others have it, log and index are theirs and complete.  Where the header of the index is that of an empty log, it
   gets a random salt, too, under the lock of writers.
 
+A log may have frames that are nowhere else: pages that were committed and not copied to the database yet.  `uncopied`
+notes the pages of the database that these are to replace, `is_lost` whether log and copies are gone: somebody has
+removed the log, or has copied the database without it.
+
 This holds for connections without a transaction alone (`transaction`): one in a transaction reads or writes by what it
 knew of the log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import stat
 import struct
@@ -51,6 +57,10 @@ _FLOCK = struct.Struct("=hh4xqqi4x")
 _INDEX_HEADER = struct.Struct("=IIIBBHII2I2I2I")
 _COMPLETE, _FRAMES, _SALT, _CHECKSUM = 3, 6, slice(10, 12), slice(12, 14)
 _CHECKSUMMED = 40
+#: Where the index has the number of frames that were copied to the database (``nBackfill``), behind both headers.
+_COPIED = 2 * _INDEX_HEADER.size
+#: Pages of a database that are noted at most.
+_NOTED_PAGES = 256
 _INDEX_BYTES = 1 << 15
 #: Of the log: magic number, version, page size, number of checkpoints, salt, checksum; in the order of networks.
 _LOG_HEADER = struct.Struct(">IIII2I2I")
@@ -132,6 +142,54 @@ def hold(path: str, index_bytes: int, anew: bool, unchanged: dict[str, list[int]
             return []
         raise
     return descriptors
+
+
+def uncopied(path: str, page_size: int) -> dict[str, Any]:
+    """Return the salt of the log of the database at ``path``, and pages of the database that it is to replace.
+
+    ``pages``: the digest of each as it is in the database, by number; of many a part.  Empty if all of the log was
+    copied.  Called while the kernel is stopped.  Raises `OSError`.
+    """
+    with open(path, "rb") as database, open(path + LOG, "rb") as log, open(path + INDEX, "rb") as index:
+        if (header := _index_header(index.fileno())) is None:
+            return {}
+        (copied,) = struct.unpack("=I", os.pread(index.fileno(), 4, _COPIED))
+        size, last = _FRAME_HEADER_BYTES + page_size, {}
+        for number in range(copied, header[_FRAMES]):
+            at = _LOG_HEADER.size + number * size
+            (page,) = struct.unpack(">I", os.pread(log.fileno(), 4, at))
+            last[page] = at + _FRAME_HEADER_BYTES
+        pages = {}
+        for page in sorted(last)[:: len(last) // _NOTED_PAGES + 1]:
+            before = os.pread(database.fileno(), page_size, (page - 1) * page_size)
+            # Of one that is new nothing can be compared, but the first page, which counts them, is in the log then.
+            if before and before != os.pread(log.fileno(), page_size, last[page]):
+                pages[str(page)] = _digest(before)
+        return {"salt": _salt_of(log.fileno()), "pages": pages} if pages else {}
+
+
+def is_lost(path: str, page_size: int, noted: dict[str, Any]) -> bool:
+    """Return whether frames that `uncopied` has ``noted`` are neither in the log nor in the database at ``path``.
+
+    Whoever closes the database copies all of them.  One of several pages that is as before shows that nobody has.
+    Raises `OSError`.
+    """
+    with contextlib.suppress(FileNotFoundError), open(path + LOG, "rb") as log:
+        if _salt_of(log.fileno()) == noted["salt"]:
+            return False
+    with open(path, "rb") as database:
+        return any(
+            _digest(os.pread(database.fileno(), page_size, (int(page) - 1) * page_size)) == before
+            for page, before in noted["pages"].items()
+        )
+
+
+def _salt_of(log: int) -> str:
+    return os.pread(log, 8, 16).hex()
+
+
+def _digest(page: bytes) -> str:
+    return hashlib.blake2b(page, digest_size=16).hexdigest()
 
 
 def _open(path: str, flags: int, like: os.stat_result | None = None) -> int:

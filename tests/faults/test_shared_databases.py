@@ -370,6 +370,66 @@ async def test_another_database_in_the_place_of_one_is_accepted_on_demand_only(s
     assert await subject.run("print(check(), total(0), total(1))") == "(2, 40) (2, 40) (2, 40)"
 
 
+def without_log(path: Path) -> None:
+    path.with_name("base-wal").unlink()
+
+
+def without_log_and_written_since(path: Path) -> None:
+    """With a log of its own, of which it is closed as it should be."""
+    without_log(path)
+    elsewhere(path, "create table other (value)", "drop table other")
+
+
+def with_an_empty_log(path: Path) -> None:
+    path.with_name("base-wal").write_bytes(b"")
+
+
+def copied_without_log(path: Path) -> None:
+    content = path.read_bytes()
+    for name in ("base", "base-wal", "base-shm"):
+        path.with_name(name).unlink()
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("removed", [without_log, without_log_and_written_since, with_an_empty_log, copied_without_log])
+async def test_a_log_with_rows_that_are_nowhere_else(subject, removed):
+    path = await wrote(subject)
+    await subject.run("_ = connections[0].execute('pragma wal_checkpoint(passive)')")
+    await subject.run(f"for number in range(3): _ = connections[0].execute({INSERT!r})")
+    image = await subject.provisioner.checkpoint()
+    kept = {each.name: each.read_bytes() for each in subject.directory.glob("base*")}
+    removed(path)
+    error = await subject.fails(subject.provisioner.restore, "FILE_CHANGED")
+    assert f"{path}-wal" in error.hint
+    assert "put that file back" in error.hint
+    assert f"`jupyter gpu-ckpt match {image.id} --accept-changed-files`" in error.hint
+    await subject.stays_away(error)
+    for name, content in kept.items():
+        (subject.directory / name).write_bytes(content)
+    await wakes_without_a_question(subject, image)
+    await goes_on(subject, path, 4)
+
+
+async def test_rows_that_are_lost_can_be_given_up(subject):
+    path = await wrote(subject)
+    await subject.run("_ = connections[0].execute('pragma wal_checkpoint(truncate)')")
+    await subject.run(f"_ = connections[0].execute({INSERT!r})")
+    await subject.provisioner.checkpoint()
+    without_log(path)
+    await subject.provisioner.restore(accept_changed_files=True)
+    await goes_on(subject, path, 1)
+
+
+@pytest.mark.parametrize("mode", ["passive", "full", "restart", "truncate"])
+async def test_a_log_whose_rows_are_all_in_the_database_may_be_removed(subject, mode):
+    path = await wrote(subject)
+    await subject.run(f"_ = connections[0].execute('pragma wal_checkpoint({mode})')")
+    image = await subject.provisioner.checkpoint()
+    without_log(path)
+    await wakes_without_a_question(subject, image)
+    await goes_on(subject, path, 1)
+
+
 async def test_nobody_removes_the_log_while_the_kernel_is_on_its_way(subject, monkeypatch):
     """Between the comparison of the files and the locks of the restored processes."""
     path = await wrote(subject)

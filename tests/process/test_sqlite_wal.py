@@ -381,3 +381,47 @@ def test_nothing_is_held_after_a_failure(path):
     assert issubclass(DatabaseChanged, OSError)
     assert issubclass(DatabaseLocked, OSError)
     assert hold(str(path), 0, anew=True)
+
+
+# -- pages that are in the log alone
+
+
+def test_pages_that_are_in_the_log_alone_are_lost_with_it(path):
+    with connected(path) as connection:
+        connection.execute("insert into item values (2)")
+        noted = sqlite_wal.uncopied(str(path), 4096)
+        assert list(noted["pages"]) == ["2"]
+        assert not sqlite_wal.is_lost(str(path), 4096, noted)
+        log = path.with_name("base-wal")
+        content = log.read_bytes()
+        log.unlink()
+        assert sqlite_wal.is_lost(str(path), 4096, noted)
+        log.write_bytes(b"\0" * 32)
+        assert sqlite_wal.is_lost(str(path), 4096, noted)
+        log.write_bytes(content)
+        assert not sqlite_wal.is_lost(str(path), 4096, noted)
+
+
+@pytest.mark.parametrize(
+    "then", [[], ["insert into item values (3)"], ["delete from item"], ["delete from item", "vacuum"]]
+)
+def test_who_closes_the_database_has_copied_them(path, tmp_path, then):
+    """Others do; the kernel's own connection would."""
+    with connected(path) as connection:
+        connection.execute("insert into item values (2)")
+        noted = sqlite_wal.uncopied(str(path), 4096)
+        copy = tmp_path / "copy"
+        for suffix in ("", "-wal"):
+            shutil.copy(f"{path}{suffix}", f"{copy}{suffix}")
+    run(copy, "select * from item", *then)
+    assert not copy.with_name("copy-wal").exists()
+    assert not sqlite_wal.is_lost(str(copy), 4096, noted)
+
+
+def test_a_log_that_was_copied_has_none(path):
+    with connected(path) as connection:
+        connection.execute("insert into item values (2)")
+        connection.execute("pragma wal_checkpoint(passive)")
+        assert sqlite_wal.uncopied(str(path), 4096) == {}
+        connection.execute("insert into item values (3)")
+        assert list(sqlite_wal.uncopied(str(path), 4096)["pages"]) == ["2"]

@@ -9,11 +9,18 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from kubespawner import KubeSpawner
+
 from jupyter_gpu_ckpt.gate.gate import Gate
 from jupyter_gpu_ckpt.gate.router import Router
+from jupyter_gpu_ckpt.hub.spawner import CheckpointMixin
+from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 from jupyter_gpu_ckpt.lifecycle.context import GateProtocol
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.steps import STEPS
+from jupyter_gpu_ckpt.server.app import GpuCkptApp
+from jupyter_gpu_ckpt.server.kernel_manager import CheckpointKernelManager
+from jupyter_gpu_ckpt.server.readiness import CheckpointSessionManager
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "jupyter_gpu_ckpt"
@@ -175,3 +182,31 @@ def test_each_file_of_tests_has_a_name_of_its_own():
     """Pytest imports them by their names alone: of two it runs the first, and says so only at the end."""
     names = [path.name for path in TESTS.rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+#: Classes whose base classes are other projects': their callers are not in this tree.
+HOOKED = [GpuCkptProvisioner, CheckpointKernelManager, CheckpointSessionManager, GpuCkptApp, CheckpointMixin]
+
+
+def test_hooks_say_who_calls_them():
+    """A hook overrides a public method of a class of another project."""
+    silent, found = [], 0
+    for cls in HOOKED:
+        base = KubeSpawner if cls is CheckpointMixin else next(c for c in cls.__mro__ if "gpu_ckpt" not in c.__module__)
+        for owner in (each for each in cls.__mro__ if "gpu_ckpt" in each.__module__):
+            for name, value in vars(owner).items():
+                function = value.fget if isinstance(value, property) else value
+                if inspect.isfunction(function) and name[0] != "_" and callable(getattr(base, name, None)):
+                    found += 1
+                    if "Called " not in (function.__doc__ or ""):
+                        silent.append(f"{owner.__name__}.{name}")
+    assert found > 25
+    assert silent == []
+
+
+def test_verbs_say_what_is_left_after_a_failure():
+    for name in ("suspend", "resume", "checkpoint", "restore"):
+        for owner in (Lifecycle, GpuCkptProvisioner):
+            assert "After failure" in (getattr(owner, name).__doc__ or ""), (owner, name)
+    for name in ("launch", "wake"):
+        assert "After failure" in (getattr(Lifecycle, name).__doc__ or ""), name

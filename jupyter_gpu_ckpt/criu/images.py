@@ -133,16 +133,6 @@ def regular_files(directory: Path) -> list[RegularFile]:
     return sorted(found, key=lambda file: (file.path, file.open, file.writes, file.code, file.posix_locks))
 
 
-def made_names(directory: Path) -> list[str]:
-    """Return the names that a dump gave to open, deleted files, for a restore to remove; none if it is unreadable."""
-    try:
-        made = {number_of(remap, _REMAP_TO) for remap in _remaps(directory) if _is_link(remap)}
-        names = [_name(fields) for fields in _regular(directory) if made and number_of(fields, _REG_ID) in made]
-    except ImageFormat:
-        return []
-    return [name for name in names if is_made_name(name)]
-
-
 def ghost_names(directory: Path) -> list[str]:
     """Return the names that a restore gives to deleted files for a moment; none if the dump is unreadable.
 

@@ -161,7 +161,14 @@ class Cancellation:
 
 
 class PartlyDone(Exception):
-    """Raised by a step from its error when some of its work was done: the step must be undone."""
+    """Raised by a step from its error when some of its work was done: the step must be undone.
+
+    ``cuda``: there may be CUDA state to resume since (`Saved.cuda`).
+    """
+
+    def __init__(self, *, cuda: bool = False) -> None:
+        super().__init__()
+        self.cuda = cuda
 
 
 @dataclass

@@ -90,6 +90,7 @@ def _run(attempt: Attempt, step: Step) -> tuple[Exception | None, bool]:
                 STEPS[step](attempt)
             except PartlyDone as partly:
                 cause = partly.__cause__
+                kernel.saved.cuda |= partly.cuda
             # From here on only a fault of the trace can make the step fail, and what it did must be undone.
             done = True
             if cause is not None:

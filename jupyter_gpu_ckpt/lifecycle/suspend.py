@@ -221,7 +221,7 @@ def cuda_suspend(attempt: Attempt) -> None:
         return
     saved.device_bytes = gpus.used_by(*using)
     saved.node_gpus = [gpu.uuid for gpu in gpus.list()]
-    saved.cuda, kernel.inherited = True, cuda_processes.inherited_files(kernel, using)
+    kernel.inherited = cuda_processes.inherited_files(kernel, using)
     try:
         unlockable = None
         if pid in using:
@@ -241,7 +241,7 @@ def cuda_suspend(attempt: Attempt) -> None:
             if not kernel.fast_path().swap_out_frozen(timeout_s=deadline, choose_directory=choose):
                 host_memory.end_spill(kernel)
                 raise unlockable
-            kernel.refusal = unlockable
+            saved.cuda, kernel.refusal = True, unlockable
             return
         moved = 0
         if pid in locked:
@@ -267,7 +267,8 @@ def cuda_suspend(attempt: Attempt) -> None:
     except (GpuCkptError, OSError) as error:
         # Nobody knows how far the driver came (its helper may have ended after the work was done), and the way back
         # needs proof of free memory: so the undo of this step inspects the process and completes the way back.
-        raise PartlyDone from error
+        raise PartlyDone(cuda=True) from error
+    saved.cuda = True
 
 
 def driver_checkpoint(kernel: KernelState, timeout_s: float) -> None:

@@ -25,7 +25,9 @@ from jupyter_gpu_ckpt.process.ptrace import MACHINE, WALL, Tracee
 from jupyter_gpu_ckpt.process.syscalls import NUMBERS
 
 #: Names of threads of the CUDA driver, which serves others in them, and of the library that copies device memory.
-#: The one that suspends and resumes has a number in hexadecimal, as ``cuda00001400006``.
+#: The one that suspends and resumes has a number in hexadecimal, as ``cuda00001400006``.  A name distinguishes the
+#: driver's threads, of which others do call back; that a thread is not the program's own says the function that it
+#: began with (`FrozenThreads._is_programs_own`).
 _KEPT_RUNNING = re.compile(r"(cuda-EvtHandlr|cuda[0-9a-f]{11}|gpu-ckpt-(fast|copy))$")
 #: These, and libzmq's own threads, in a context with a prefix or without: they connect and accept, and never call CUDA.
 _NO_CALLER = re.compile(rf"{_KEPT_RUNNING.pattern}|(.*/)?ZMQbg(/|$)")
@@ -50,6 +52,8 @@ _SHARED_CODE = re.compile(
 #: Code that makes system calls for others, whose names are on the stack; and the CUDA driver.
 _C_LIBRARY = re.compile(r"(^\[vdso\]|/(libc|libpthread|ld)([-_.][^/]*)?)$")
 _DRIVER = re.compile(r"/libcuda[.][^/]*$")
+#: The interpreter, in a program of its own or in a library: threads of a Python program begin in there.
+_PYTHON = re.compile(r"/(lib)?python[0-9][^/]*$")
 #: A thread that is stopped in there may have the lock of a queue that libzmq's own threads put something into.
 _LIBZMQ = re.compile(r"/libzmq([-_.][^/]*)?$")
 #: Bytes of a waiting thread's stack that are searched: the C library's own frames are much smaller.
@@ -143,11 +147,11 @@ class FrozenThreads:
         settled = True
         for tid in procfs.threads(self._pid):
             with contextlib.suppress(*procfs.GONE):  # it ended
-                if tid in self._frozen or self._keeps_running(tid, _KEPT_RUNNING, insist=True):
+                if tid in self._frozen or self._keeps_running(tid, _KEPT_RUNNING, code, insist=True):
                     continue
                 if self._in_driver(tid, code):
                     self._freeze_one(tid, lambda tid: self._in_driver(tid, code))
-                settled = settled and (tid in self._frozen or not self._created_by_driver(tid, code))
+                settled = settled and (tid in self._frozen or not self._began_in(tid, code.driver))
         return settled
 
     def release(self) -> None:
@@ -187,18 +191,27 @@ class FrozenThreads:
         shared = _Shared.of(self._pid)
         for tid in procfs.threads(self._pid):
             with contextlib.suppress(*procfs.GONE):  # it ended
-                if tid not in self._frozen and not self._keeps_running(tid, kept, insist):
+                if tid not in self._frozen and not self._keeps_running(tid, kept, shared, insist=insist):
                     self._freeze_one(tid, lambda tid: may_freeze(tid, shared))
         # Twice: a thread that ended while the first list was made may have left one that is not in it.
-        return all(self._is_at_rest(tid, kept) for _ in range(2) for tid in procfs.threads(self._pid))
+        return all(self._is_at_rest(tid, kept, shared) for _ in range(2) for tid in procfs.threads(self._pid))
 
-    def _keeps_running(self, tid: int, kept: re.Pattern[str], insist: bool) -> bool:
+    def _keeps_running(self, tid: int, kept: re.Pattern[str], shared: _Shared, *, insist: bool) -> bool:
         name = procfs.stat(self._pid, tid).name
-        if kept.match(name):
-            return True
-        if not insist and _AMBIGUOUS.match(name):
+        is_kept = kept.match(name) is not None
+        may_be_drivers = not is_kept and not insist and _AMBIGUOUS.match(name) is not None
+        if not (is_kept or may_be_drivers) or self._is_programs_own(tid, shared):
+            return False
+        if may_be_drivers:
             raise OSError(errno.ENOTSUP, "a thread may be the CUDA driver's, and may not")
-        return False
+        return True
+
+    def _is_programs_own(self, tid: int, shared: _Shared) -> bool:
+        """Return whether the program began the thread, whatever it is called: its first thread, or one of Python's.
+
+        Of other threads, and with another C library than glibc, the name alone decides.
+        """
+        return tid == self._pid or (self._began_in(tid, shared.python) and not self._began_in(tid, shared.driver))
 
     def _freeze_one(self, tid: int, may_freeze: Callable[[int], bool]) -> None:
         try:
@@ -227,14 +240,16 @@ class FrozenThreads:
             if tid != self._pid or procfs.stat(self._pid).parent != os.getpid():
                 os.waitid(os.P_PID, tid, os.WEXITED | os.WNOHANG | WALL)
 
-    def _is_at_rest(self, tid: int, kept: re.Pattern[str]) -> bool:
+    def _is_at_rest(self, tid: int, kept: re.Pattern[str], shared: _Shared) -> bool:
         try:
             seen = procfs.stat(self._pid, tid)
         except procfs.GONE:  # it ended, and the threads that it made meanwhile are not listed
             return False
         if tid == self._pid and seen.has_ended:  # the first thread stays as a zombie while there are others
             return True
-        return tid in self._frozen or kept.match(seen.name) is not None
+        if tid in self._frozen:
+            return True
+        return kept.match(seen.name) is not None and not self._is_programs_own(tid, shared)
 
     def _is_safe(self, tid: int, shared: _Shared, *, lenient: bool) -> bool:
         call = _SystemCall.of(self._pid, tid)
@@ -269,7 +284,7 @@ class FrozenThreads:
         call = _SystemCall.of(self._pid, tid)
         if call is None or call.number not in MACHINE.waits:
             return False
-        if self._created_by_driver(tid, shared):
+        if self._began_in(tid, shared.driver):
             return True
         if call.pc not in shared.c_library:
             return call.pc in shared.driver
@@ -283,13 +298,13 @@ class FrozenThreads:
                 return word in shared.driver
         return False
 
-    def _created_by_driver(self, tid: int, shared: _Shared) -> bool:
-        """Return whether the function that the thread began with is the driver's.
+    def _began_in(self, tid: int, code: _AddressRanges) -> bool:
+        """Return whether the function that the thread began with is in ``code``.
 
         glibc keeps it in the thread's descriptor, behind the head of the list of robust futexes, which Linux tells
         (get_robust_list(2)).  False with another C library.
         """
-        if not shared.driver:
+        if not code:
             return False
         head, length = ctypes.c_uint64(), ctypes.c_uint64()
         try:
@@ -299,7 +314,7 @@ class FrozenThreads:
         except OSError:
             return False
         words = struct.iter_unpack("=Q", descriptor[: len(descriptor) & ~7])
-        return any(word in shared.driver for (word,) in words)
+        return any(word in code for (word,) in words)
 
     def _is_file(self, descriptor: int) -> bool:
         """Return whether a descriptor is a file: a thread that reads a file may hold a lock, as the linker does."""
@@ -347,11 +362,12 @@ class _Shared(NamedTuple):
 
     code: _AddressRanges
     data: _AddressRanges
-    #: All code, and of it the C library's, the CUDA driver's and libzmq's.
+    #: All code, and of it the C library's, the CUDA driver's, libzmq's and Python's.
     executable: _AddressRanges
     c_library: _AddressRanges
     driver: _AddressRanges
     libzmq: _AddressRanges
+    python: _AddressRanges
 
     @classmethod
     def of(cls, pid: int) -> _Shared:
@@ -369,4 +385,5 @@ class _Shared(NamedTuple):
             c_library=named(_C_LIBRARY),
             driver=named(_DRIVER),
             libzmq=named(_LIBZMQ),
+            python=named(_PYTHON),
         )

@@ -131,7 +131,10 @@ class CheckpointKernelManagerMixin(_Base):
             self._expiry_callback.start()
 
     async def cull_kernel_if_idle(self, kernel_id: str) -> None:
-        """Checkpoint a kernel that would be culled, unless it is protected; shut down a sleeping one that expires."""
+        """Checkpoint a kernel that would be culled, unless it is protected; shut down a sleeping one that expires.
+
+        Called from the culler, for each kernel.
+        """
         provisioner, state = self.provisioner_of(kernel_id), self._state(kernel_id)
         if provisioner is not None and state is not None and provisioner.agent_requests.protection() is not None:
             return
@@ -169,6 +172,7 @@ class CheckpointKernelManagerMixin(_Base):
             await super().shutdown_kernel(kernel_id, now=now, restart=restart)
 
     async def restart_kernel(self, kernel_id: str, now: bool = False) -> Any:  # type: ignore[override]
+        """Called from REST."""
         async with self._lock(kernel_id):
             return await super().restart_kernel(kernel_id, now=now)
 

@@ -46,16 +46,17 @@ class CheckpointSessionManager(SessionManager):
         super().__init__(**kwargs)
         self.readiness = Readiness()
 
-    # Called from REST; `session_exists` also from `persistence`.
-
     async def list_sessions(self) -> Any:
+        """Called from REST; answers once kernels are attached."""
         await self.readiness.wait()
         return await super().list_sessions()
 
     async def session_exists(self, path: str) -> Any:
+        """Called from REST and `persistence`; answers once kernels are attached."""
         await self.readiness.wait()
         return await super().session_exists(path)
 
     async def get_session(self, **kwargs: Any) -> Any:
+        """Called from REST; answers once kernels are attached."""
         await self.readiness.wait()
         return await super().get_session(**kwargs)

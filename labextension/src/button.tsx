@@ -4,9 +4,10 @@ import { ReactWidget, ToolbarButtonComponent } from '@jupyterlab/ui-components';
 import { Menu } from '@lumino/widgets';
 import * as React from 'react';
 
-import { IDS, isProtected, PROTECTIONS } from './commands';
+import { isProtected, PROTECTIONS } from './commands';
 import type { IContext } from './context';
 import { phaseIcon } from './icons';
+import { IDS } from './ids';
 import type { NotebookKernel } from './notebooks';
 import { duration, phase as word } from './words';
 

@@ -6,19 +6,11 @@ import type { ReadonlyPartialJSONObject } from '@lumino/coreutils';
 import type { Verb, When } from './api';
 import type { IContext } from './context';
 import { explain } from './explain';
+import { IDS } from './ids';
 import type { KernelModel } from './kernel';
 import type { Notifier } from './notifications';
 import { nameOf } from './notebooks';
 import { duration } from './words';
-
-export const IDS = {
-  suspend: 'gpu-ckpt:suspend',
-  checkpoint: 'gpu-ckpt:checkpoint',
-  wake: 'gpu-ckpt:wake',
-  protect: 'gpu-ckpt:protect',
-  explain: 'gpu-ckpt:explain',
-  stay: 'gpu-ckpt:stay'
-} as const;
 
 /** Seconds that a kernel can be protected for from the menu; 0 ends it. */
 export const PROTECTIONS = [1800, 7200, 28800, 86400, 0];

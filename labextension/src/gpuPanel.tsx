@@ -7,12 +7,12 @@ import * as React from 'react';
 
 import type { IGpu } from './api';
 import { MemoryBar, Sparkline } from './charts';
-import { IDS } from './commands';
 import type { IContext } from './context';
+import { freeMemory } from './freeMemory';
 import type { Gpus } from './gpus';
 import { gpuIcon, phaseIcon } from './icons';
+import { IDS } from './ids';
 import { sum, type KernelModel } from './kernel';
-import { freeMemory } from './freeMemory';
 import { nameOf, pathOf } from './notebooks';
 import type { Notifier } from './notifications';
 import { bytes, duration, phase as word } from './words';

@@ -4,8 +4,8 @@ import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
 
 import { BUSY, type IFailure, type Verb } from './api';
 import { Refused } from './client';
-import { IDS } from './commands';
 import type { IContext } from './context';
+import { IDS } from './ids';
 import type { IProgress, KernelModel } from './kernel';
 import type { IEnded, Kernels } from './kernels';
 import { nameOf } from './notebooks';

@@ -8,9 +8,9 @@ import { type ISignal, Signal } from '@lumino/signaling';
 import * as React from 'react';
 
 import type { IImage } from './api';
-import { IDS } from './commands';
 import type { IContext } from './context';
 import { phaseIcon } from './icons';
+import { IDS } from './ids';
 import { sum } from './kernel';
 import { pathOf } from './notebooks';
 import { bytes, duration } from './words';

@@ -9,9 +9,9 @@ import { CodeCell } from '@jupyterlab/cells';
 import type { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 import { Panel, type Widget } from '@lumino/widgets';
 
-import { IDS } from './commands';
 import type { IContext } from './context';
 import { phaseIcon } from './icons';
+import { IDS } from './ids';
 import type { KernelModel } from './kernel';
 import type { NotebookKernel, NotebookKernels } from './notebooks';
 

@@ -5,9 +5,9 @@ import type { ISessionContext } from '@jupyterlab/apputils';
 import { type ISignal, Signal } from '@lumino/signaling';
 import { Widget } from '@lumino/widgets';
 
-import { IDS } from './commands';
 import type { IContext } from './context';
 import { phaseIcon } from './icons';
+import { IDS } from './ids';
 import type { NotebookKernel, NotebookKernels } from './notebooks';
 import { nameOf } from './notebooks';
 import { status } from './words';

@@ -416,6 +416,30 @@ def test_a_refusal_of_the_driver_has_its_reason(rig):
     rig.runs_on()
 
 
+@pytest.mark.parametrize("refused", [None, "cuda.lock", "cuda.checkpoint"])
+def test_that_there_is_cuda_state_to_resume_is_known_from_how_the_step_ended(rig, monkeypatch, refused):
+    """Not from a mark that it makes before it calls the driver, which would outlive its failure."""
+    call, before = rig.driver.call, []
+
+    def refusing(op: str, **args):
+        if op in ("cuda.lock", "cuda.checkpoint"):
+            before.append(rig.lifecycle.kernel.saved.cuda)
+            if op == refused:
+                raise CudaError("Refused.")
+        return call(op, **args)
+
+    monkeypatch.setattr(rig.driver, "call", refusing)
+    if refused is None:
+        rig.lifecycle.suspend()
+    else:
+        rig.fails("suspend", "CUDA_FAILED")
+    assert before and not any(before)
+    assert rig.lifecycle.kernel.saved.cuda is (refused is None)
+    rig.lifecycle.wake()
+    monkeypatch.undo()
+    rig.runs_on()
+
+
 @pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
 def test_a_driver_that_is_too_old_is_found_before_the_kernel_is_disturbed(parent, monkeypatch, verb):
     call, asked = parent.driver.call, []

@@ -78,12 +78,37 @@ for place, step in enumerate((computes, allocates, hashes, comes, waits, locks))
     for _ in range(kinds.count(step.__name__)):
         step() if step is comes else loop(place, step)
 if len(sys.argv) > 4:
-    open("/proc/self/comm", "w").write(sys.argv[4])
+    ctypes.CDLL(sys.argv[5]).begin_thread(sys.argv[4].encode())
 # more
 print("goes", flush=True)
 sys.stdin.read()
 os._exit(0)
 """
+
+#: A library with a thread of its own, as the CUDA driver has, which Python did not begin.
+THREAD = """
+#define _GNU_SOURCE
+#include <poll.h>
+#include <pthread.h>
+static void *waits(void *unused) { for (;;) poll(NULL, 0, -1); return unused; }
+void begin_thread(const char *name) {
+    pthread_t thread;
+    pthread_create(&thread, NULL, waits, NULL);
+    pthread_setname_np(thread, name);
+}
+"""
+
+
+def library(path: Path, source: str) -> Path:
+    """Compile ``source`` to a library at ``path``."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler on this machine")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", path], input=source, text=True, check=True
+    )
+    return path
+
 
 PARKER = """
 import sys, time
@@ -135,7 +160,7 @@ class Process:
 
 @contextlib.contextmanager
 def running(directory: Path, *kinds: str, name: str = "", more: str = "") -> Iterator[Process]:
-    """The subject; ``name``: what its first thread is called; ``more``: what else it does before it goes."""
+    """The subject; ``name``: of a thread that a library begins; ``more``: what else it does before it goes."""
     file, lock = directory / "words", directory / "lock"
     file.write_bytes(bytes(64))
     lock.touch()
@@ -147,7 +172,7 @@ def running(directory: Path, *kinds: str, name: str = "", more: str = "") -> Ite
             str(file),
             str(lock),
             ",".join(kinds),
-            *([name] if name else []),
+            *([name, str(library(directory / "libthread.so", THREAD))] if name else []),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -245,6 +270,27 @@ def test_threads_of_the_driver_and_of_the_library_run_on(tmp_path, name):
         assert subject.states_by_name()[name] != "t"
         assert set(subject.states_by_name().values()) > {"t"}
         frozen.release()
+
+
+@pytest.mark.parametrize("name", ["cuda00001400006", "cuda-EvtHandlr", "gpu-ckpt-copy", "ZMQbg/IO/0", "cuda-of-a-user"])
+def test_threads_that_the_program_began_are_frozen_whatever_they_are_called(tmp_path, name):
+    """A program that takes a name of the driver's would run on, and meet memory that is not there."""
+    takes = f"""
+def takes(sleeps):
+    ctypes.CDLL(None).prctl(15, {name!r}.encode())
+    words[5] += 1
+    while sleeps: time.sleep(1000)
+threading.Thread(target=takes, args=(True,), daemon=True).start()
+while not words[5]: time.sleep(0.001)
+takes(False)
+"""
+    with running(tmp_path, "computes", more=takes) as subject:
+        for freeze in ("freeze_all", "freeze_callers"):
+            frozen = FrozenThreads(subject.pid)
+            getattr(frozen, freeze)(time.monotonic() + 30)
+            stays_at_rest(subject)
+            frozen.release()
+        subject.goes_on("computes")
 
 
 @pytest.mark.parametrize("name", ["cuda0", "cudaworker", "gpu-ckpt-mine", "gpu-ckpt-away"])
@@ -401,6 +447,12 @@ static void *own_thread(void *function) {
     __asm__ volatile("" : : "r"(kept));
     return NULL;
 }
+static void *serves(void *unused) { for (;;) poll(NULL, 0, -1); return unused; }
+void starts_events(void) {
+    pthread_t thread;
+    pthread_create(&thread, NULL, serves, NULL);
+    pthread_setname_np(thread, "cuda-EvtHandlr");
+}
 void starts_own(void *function) { pthread_t thread; pthread_create(&thread, NULL, own_thread, function); }
 """
 IN_DRIVER = """
@@ -427,7 +479,7 @@ thread("polls-inside", driver.driver_polls)
 thread("called-back", driver.calls_back, back)
 thread("waits-outside", threading.Event().wait)
 thread("sleeps", time.sleep, 1000)
-thread("cuda-EvtHandlr", driver.driver_polls)
+driver.starts_events()
 driver.starts_own(ctypes.cast(ctypes.pythonapi.Py_IncRef, ctypes.c_void_p))
 print("goes", flush=True)
 sys.stdin.read()
@@ -435,14 +487,7 @@ sys.stdin.read()
 
 
 def test_threads_that_wait_inside_the_driver_are_stopped_and_no_others(tmp_path):
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler on this machine")
-    library = tmp_path / "libcuda.so.1"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", library], input=DRIVER, text=True, check=True
-    )
-    program = [sys.executable, "-c", IN_DRIVER, str(library)]
+    program = [sys.executable, "-c", IN_DRIVER, str(library(tmp_path / "libcuda.so.1", DRIVER))]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         frozen = FrozenThreads(process.pid)
         try:
@@ -505,7 +550,7 @@ def accepts(pid: int) -> bool:
 
 EVENTS = "cuda-EvtHandlr"
 SERVICE = "/tmp/gc-freezer-{pid}"
-#: Added to the subject: a socket of ZMQ, whose requests are answered, and a thread with a name of the driver's.
+#: Added to the subject: a socket of ZMQ, whose requests are answered.
 SERVES = """
 import zmq
 context = zmq.Context()
@@ -516,10 +561,6 @@ def serve():
         service.recv()
         service.send(b"yes")
 threading.Thread(target=serve, daemon=True).start()
-def events():
-    ctypes.CDLL(None).prctl(15, b"cuda-EvtHandlr")
-    while True: time.sleep(1000)
-threading.Thread(target=events, daemon=True).start()
 """
 
 
@@ -527,7 +568,7 @@ threading.Thread(target=events, daemon=True).start()
 def served(tmp_path):
     """The subject with such a socket, and a function that sends it a request and returns the answer."""
     context = zmq.Context()
-    with running(tmp_path, "computes", "allocates", more=SERVES) as subject:
+    with running(tmp_path, "computes", "allocates", name=EVENTS, more=SERVES) as subject:
         path = SERVICE.format(pid=subject.pid)
 
         def answers() -> str:

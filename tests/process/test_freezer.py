@@ -20,6 +20,7 @@ import pytest
 import zmq
 from waiting import until
 
+from jupyter_gpu_ckpt.capsule import criu_guard
 from jupyter_gpu_ckpt.lifecycle import preflight
 from jupyter_gpu_ckpt.process.freezer import _LIBZMQ, _SHARED_CODE, FrozenThreads
 from jupyter_gpu_ckpt.process.ptrace import Tracee
@@ -512,8 +513,7 @@ def test_threads_that_wait_inside_the_driver_are_stopped_and_no_others(tmp_path)
 
 
 def test_threads_that_could_call_the_driver_are_frozen_and_libzmq_s_serve_on(served):
-    subject, answers = served
-    frozen = FrozenThreads(subject.pid)
+    subject, frozen, answers = served
     for _ in range(3):
         frozen.freeze_callers(time.monotonic() + 30)
         states = subject.states_by_name()
@@ -566,9 +566,10 @@ threading.Thread(target=serve, daemon=True).start()
 
 @pytest.fixture
 def served(tmp_path):
-    """The subject with such a socket, and a function that sends it a request and returns the answer."""
+    """The subject with such a socket, its frozen threads, and a function that returns the answer to a request."""
     context = zmq.Context()
     with running(tmp_path, "computes", "allocates", name=EVENTS, more=SERVES) as subject:
+        frozen = FrozenThreads(subject.pid)
         path = SERVICE.format(pid=subject.pid)
 
         def answers() -> str:
@@ -581,15 +582,35 @@ def served(tmp_path):
 
         assert answers() == "yes"
         until(lambda: EVENTS in subject.states_by_name(), "all threads have their names")
-        yield subject, answers
+        try:
+            yield subject, frozen, answers
+        finally:
+            frozen.release()  # a traced thread that was killed would wait for us
     context.destroy(linger=0)
     Path(path).unlink(missing_ok=True)
 
 
 def test_callers_that_cannot_be_frozen_all_run_on(served):
-    subject, answers = served
+    subject, frozen, answers = served
     with Tracee(subject.pid, running=True), pytest.raises(PermissionError):
-        FrozenThreads(subject.pid).freeze_callers(time.monotonic() + 30)
+        frozen.freeze_callers(time.monotonic() + 30)
+    subject.goes_on("computes", "allocates")
+    assert answers() == "yes"
+
+
+def test_callers_stay_frozen_when_their_process_does_not_stop_in_time(served, monkeypatch):
+    """The stop for a dump releases them: the program must not run on then, as it would without a suspend."""
+    subject, frozen, answers = served
+    frozen.freeze_callers(time.monotonic() + 30)
+    before = subject.beats(KINDS.index("computes"))
+    with monkeypatch.context() as patch:
+        patch.setattr(criu_guard, "_all_stopped", lambda _: False)
+        with pytest.raises(criu_guard.DoesNotStop):
+            criu_guard.stop(subject.pid, time.monotonic() + 0.1, frozen)
+    until(lambda: set(subject.states()) == {"S", "t"}, "libzmq's and the driver's go on")
+    assert accepts(subject.pid)
+    assert subject.beats(KINDS.index("computes")) == before
+    frozen.release()
     subject.goes_on("computes", "allocates")
     assert answers() == "yes"
 

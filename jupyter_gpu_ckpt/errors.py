@@ -331,7 +331,7 @@ class CudaError(GpuCkptError, code="CUDA_FAILED", exit_status=71):
     """The CUDA driver refused a suspend or resume."""
 
     default_hint = (
-        "Try again. If it repeats, an administrator finds the driver's messages in the details and in the system's log "
+        "Try again. If it repeats, an administrator finds the driver's messages in the system's log "
         "(`journalctl -k -g NVRM`). To continue at once, restart the kernel, which loses its variables."
     )
 
@@ -370,11 +370,11 @@ class HelperGone(CudaError, code="HELPER_GONE"):
 
 
 class CriuError(GpuCkptError, code="CRIU_FAILED", exit_status=71):
-    """CRIU failed for a reason without a code of its own; its last errors are in the details."""
+    """CRIU failed for a reason without a code of its own, of which the message has CRIU's words."""
 
     default_hint = (
         "Try again. If it repeats, close what the kernel has open besides plain files (devices, watchers, sockets), "
-        "and report it with the last lines of CRIU's log, which are in the details."
+        "or restart the kernel after saving what you need to a file. Please report it with this message."
     )
 
 
@@ -474,7 +474,7 @@ class DeletedMapping(CriuError, code="DELETED_MAPPING"):
 class UnsupportedSocket(CriuError, code="SOCKET_UNSUPPORTED"):
     """The kernel has a socket of a kind that cannot be saved."""
 
-    default_hint = "Close the connection and try again."
+    default_hint = "Close the socket and try again."
 
 
 class UnsupportedFile(CriuError, code="FILE_UNSUPPORTED"):
@@ -628,4 +628,4 @@ class KernelAsleep(GateError, code="KERNEL_ASLEEP"):
 class AgentError(GateError, code="AGENT_FAILED"):
     """The agent inside the kernel failed, or is missing."""
 
-    default_hint = "The details have the kernel's message."
+    default_hint = "Try again. If it repeats, save what you need to a file and restart the kernel."

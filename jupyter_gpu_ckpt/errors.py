@@ -474,7 +474,7 @@ class DeletedMapping(CriuError, code="DELETED_MAPPING"):
 class UnsupportedSocket(CriuError, code="SOCKET_UNSUPPORTED"):
     """The kernel has a socket of a kind that cannot be saved."""
 
-    default_hint = "Close the connection and try again."
+    default_hint = "Close the socket and try again."
 
 
 class UnsupportedFile(CriuError, code="FILE_UNSUPPORTED"):

@@ -76,9 +76,6 @@ class Restored:
     changed: list[str]
 
 
-#: What a line of CRIU's log says, behind its time, process and place in the source.
-_REASON = re.compile(r"Error \([^)]*\): (.*\S)")
-
 #: Lines of CRIU's log that name a cause: pattern (group 1: the culprit), class of the error, sentence for the user.
 # In CRIU's source: files-reg.c, sk-inet.c, sk-unix.c, proc_parse.c, cr-restore.c, page-xfer.c, image.c,
 # compel's infect.c (release 4.2).
@@ -92,7 +89,8 @@ _CAUSES: tuple[tuple[str, type[CriuError | NoSpace | LimitReached], str], ...] =
     (
         r"(?:Unable to create a thread: -11|Can't fork for \d+: Resource temporarily unavailable)()",
         LimitReached,
-        "The kernel had more threads and processes than its user or its control group may have now.",
+        "The kernel had more threads and processes than this user (RLIMIT_NPROC) or this control group (pids.max) may "
+        "have besides those that run now.",
     ),
     (r"Disk quota exceeded()", NoSpace, "The disk quota was used up while the image was written."),
     (r"File (\S.*?) has bad (?:size|build-ID|mode)", ChangedFile, "{0} was changed while the kernel was away."),
@@ -139,6 +137,17 @@ _CAUSES: tuple[tuple[str, type[CriuError | NoSpace | LimitReached], str], ...] =
     (r"ctty inheritance detected()", UnsupportedFile, "/dev/tty is open, and its terminal is not the kernel's."),
     (r"The path \[(.*?)\] is not supported", UnsupportedFile, "The open file {0} cannot be saved."),
 )
+
+
+#: What to do about a limit while there is no kernel in which something could be closed.
+_WITHOUT_KERNEL = (
+    "End other programs or kernels of this user or container, or have the limit raised (`ulimit`, TasksMax= of "
+    "systemd, podPidsLimit of Kubernetes), then run a cell to try again."
+)
+#: Errors that CRIU gets over: what an ordinary user may not do.
+_NOISE = re.compile(r"rlimit: Can't setup RLIMIT_NOFILE|net: Unexpected error: -1")
+#: What a line begins with: time, process, and where in CRIU's source.
+_PLACE = re.compile(r"^(?:\([\d.]+\))?\s*(?:pie: )?(?:\d+:\s*)?Error \([^)]*\): ")
 
 
 class Criu:
@@ -330,13 +339,14 @@ def explain(verb: str, ran: Ran, log: Path, output: Path) -> CriuError | NoSpace
                 culprit = match.group(1) or "unnamed"
                 if culprit.startswith(("./", "home/", "tmp/")):
                     culprit = "/" + culprit.removeprefix("./")
-                return error(sentence.format(culprit), culprit=culprit, **details)
+                hint = _WITHOUT_KERNEL if error is LimitReached and verb == "restore" else None
+                return error(sentence.format(culprit), hint=hint, culprit=culprit, **details)
     if ran.timed_out or any("Timeout reached" in line for line in lines):
         return CriuTimeout(f"CRIU did not finish its {verb} within the deadline.", **details)
     if ran.status < 0:
         return CriuKilled(f"CRIU was ended by {signal.Signals(-ran.status).name} during the {verb}.", **details)
     if ran.ended:
         return ProcessEnded.during_dump(ran.ended, **details)
-    # The first one is the cause; CRIU repeats what it gave up because of it.
-    cause = next((match.group(1) for line in errors if (match := _REASON.search(line))), "")
-    return CriuError(f"CRIU could not {verb} the kernel{f': {cause}' if cause else ''}.", **details)
+    reasons = [line for line in errors if not _NOISE.search(line)]
+    reason = f": {_PLACE.sub('', reasons[0]).rstrip('.')}" if reasons else ""
+    return CriuError(f"CRIU could not {verb} the kernel{reason}.", **details)

@@ -124,6 +124,15 @@ _FAMILIES = {
     44: "an AF_XDP socket",
     29: "a CAN bus socket",
 }
+_NETLINK_PROTOCOLS = {
+    4: "NETLINK_SOCK_DIAG",
+    6: "NETLINK_XFRM",
+    9: "NETLINK_AUDIT",
+    11: "NETLINK_CONNECTOR",
+    12: "NETLINK_NETFILTER",
+    16: "NETLINK_GENERIC",
+    21: "NETLINK_CRYPTO",
+}
 _PROTOCOLS = {1: "an ICMP (ping) socket", 58: "an ICMP (ping) socket", 132: "an SCTP socket", 262: "an MPTCP socket"}
 
 #: Sockets, by inode, in which an empty message was found: `_has_empty_message` finds each but once.
@@ -151,6 +160,11 @@ def refusal(sock: socket.socket, descriptors: int) -> str:
         return _tcp_refusal(sock) if kind == socket.SOCK_STREAM else _udp_refusal(sock)
     if (family, kind, protocol) in _NETLINK_KINDS:
         return ""
+    if family == socket.AF_NETLINK:
+        name = _NETLINK_PROTOCOLS.get(protocol, f"protocol {protocol}")
+        return (
+            f"a netlink socket to Linux itself ({name}; of these, NETLINK_ROUTE and NETLINK_KOBJECT_UEVENT come back)"
+        )
     if family in _INET and kind == socket.SOCK_RAW:
         return "a raw socket (ping)"
     if family in _INET:

@@ -200,7 +200,7 @@ LINES = [
         "SOCKET_UNSUPPORTED",
         "it is /tmp/new name now",
     ),
-    ("(00.1) Error (criu/something.c:1): never seen before", "CRIU_FAILED", "could not dump"),
+    ("(00.1) Error (criu/something.c:1): never seen before", "CRIU_FAILED", "dump the kernel: never seen before."),
 ]
 
 
@@ -226,6 +226,25 @@ def test_an_error_of_an_unknown_cause_quotes_criu(tmp_path):
         "CRIU could not dump the kernel: sk-x: Odd thing 7."
     )
     assert explain("dump", FAILED, tmp_path / "none", tmp_path / "none").message == "CRIU could not dump the kernel."
+
+
+def test_criu_s_first_words_that_matter_are_in_the_message(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
+        "(00.01) Error (criu/util.c:1534): rlimit: Can't setup RLIMIT_NOFILE for self: Operation not permitted\n"
+        "(00.02)  9402: Error (criu/sk-unix.c:322): unix: Can't resolve name for socket 0x68\n"
+        "(00.03) Error (criu/cr-dump.c:1975): Dumping FAILED.\n"
+    )
+    error = explain("dump", FAILED, log, tmp_path / "none")
+    assert error.message == "CRIU could not dump the kernel: unix: Can't resolve name for socket 0x68."
+    assert "details" not in error.hint
+
+
+def test_a_wake_with_too_few_tasks_says_what_can_be_ended(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("Error (criu/cr-restore.c:1489): Can't fork for 472: Resource temporarily unavailable\n")
+    hint = explain("restore", FAILED, log, tmp_path / "none").hint
+    assert hint.startswith("End other programs or kernels of this user or container")
 
 
 def test_without_a_cause_the_end_of_the_process_is_the_cause(tmp_path):

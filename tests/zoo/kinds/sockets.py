@@ -632,6 +632,17 @@ def multicast():
     return show, one.close
 
 
+@kind(
+    "a netlink socket of NETLINK_GENERIC",
+    refused("SOCKET_UNSUPPORTED", "a netlink socket to Linux itself (NETLINK_GENERIC"),
+    alone="is refused",
+    advice="Close it.",
+)
+def netlink_generic():
+    one = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 16)
+    return lambda: one.proto, one.close
+
+
 @kind("a netlink socket (pyroute2)", alone="may be refused")
 def netlink():
     one = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)

@@ -159,12 +159,10 @@ def refusal(sock: socket.socket, descriptors: int) -> str:
     if (family, kind, protocol) in _IP_KINDS:
         return _tcp_refusal(sock) if kind == socket.SOCK_STREAM else _udp_refusal(sock)
     if (family, kind, protocol) in _NETLINK_KINDS:
-        return ""
+        return "a message of Linux in a netlink socket that is not received yet" if _waiting(sock) else ""
     if family == socket.AF_NETLINK:
         name = _NETLINK_PROTOCOLS.get(protocol, f"protocol {protocol}")
-        return (
-            f"a netlink socket to Linux itself ({name}; of these, NETLINK_ROUTE and NETLINK_KOBJECT_UEVENT come back)"
-        )
+        return f"a netlink socket to Linux itself ({name}; NETLINK_ROUTE and NETLINK_KOBJECT_UEVENT would come back)"
     if family in _INET and kind == socket.SOCK_RAW:
         return "a raw socket (ping)"
     if family in _INET:

@@ -643,6 +643,19 @@ def netlink_generic():
     return lambda: one.proto, one.close
 
 
+@kind(
+    "a netlink socket with an unread message",
+    refused("SOCKET_UNSUPPORTED", "a message of Linux in a netlink socket"),
+    alone="is refused",
+    advice="Receive it.",
+)
+def netlink_unread():
+    one = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+    one.bind((0, 0))
+    one.send(struct.pack("=IHHII", 20, 18, 0x301, 1, 0) + bytes(4))  # RTM_GETLINK of all
+    return lambda: len(one.recv(1 << 16, socket.MSG_PEEK)) > 0, one.close
+
+
 @kind("a netlink socket (pyroute2)", alone="may be refused")
 def netlink():
     one = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)

@@ -1,4 +1,4 @@
-# Targets: demo test test-fast test-hub lint labextension wheel release bench scale compatibility torture guide gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
+# Targets: demo test test-fast test-hub lint labextension wheel release docs bench scale compatibility torture guide gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
 
 PYTHON ?= $(shell scripts/find-python)
 VENV ?= .venv
@@ -18,7 +18,7 @@ FRONT := labextension
 FRONT_VENV ?= $(VENV)
 FRONT_SOURCES := $(shell find $(FRONT)/src $(FRONT)/style $(FRONT)/schema $(FRONT)/package.json $(FRONT)/yarn.lock)
 
-.PHONY: demo test test-fast test-hub lint labextension linked front-end-test front-end-checked wheel release bench scale compatibility torture guide gpu-bundle gpu-check clean
+.PHONY: demo test test-fast test-hub lint labextension linked front-end-test front-end-checked wheel release docs bench scale compatibility torture guide gpu-bundle gpu-check clean
 
 demo: $(VENV)/ready
 	$(BIN)/jupyter gpu-ckpt demo
@@ -94,6 +94,11 @@ release: $(BUILD_VENV)/ready
 	@$(MAKE) --no-print-directory FRONT_VENV=$(BUILD_VENV) $(FRONT)/dist/package.json
 	$(BUILD_VENV)/bin/python scripts/release $(if $(URL),--url $(URL))
 
+# The documentation as a site, in build/docs/; fails for each warning.
+docs: $(VENV)/ready
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
+	@echo "build/docs/index.html"
+
 bench: $(VENV)/ready
 	$(BIN)/python scripts/bench $(BENCH_ARGS)
 
@@ -136,7 +141,7 @@ $(VENV)/ready: setup.cfg pyproject.toml
 	@scripts/quietly "Making a virtual environment in $(VENV) ..." $(PYTHON) -m venv $(VENV)
 	@scripts/quietly "Bringing pip up to date ..." $(BIN)/python -m pip install --upgrade pip
 	@scripts/quietly "Installing this package and what its demo and tests use (minutes, with torch) ..." \
-		$(BIN)/python -m pip install --editable '.[test,lint,hub-test,build]' --config-settings editable_mode=compat $(TORCH)
+		$(BIN)/python -m pip install --editable '.[test,lint,hub-test,build,docs]' --config-settings editable_mode=compat $(TORCH)
 	@$(BIN)/jupyter gpu-ckpt install-criu
 	@touch $@
 

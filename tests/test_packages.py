@@ -11,6 +11,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -211,6 +212,34 @@ def test_each_python_installs_the_wheel_and_compiles_it(version, wheel, tmp_path
     )
     done = run(program, "-I", "-c", code, target, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_one_command_uninstalls_the_package_and_leaves_nothing(wheel, tmp_path, monkeypatch):
+    """From an environment that shares the packages it requires, and pip, with that of the tests."""
+    env = tmp_path / "env"
+    assert run(sys.executable, "-m", "venv", "--without-pip", env).returncode == 0
+    (packages,) = env.glob("lib/python*/site-packages")
+    (packages / "required.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    installed = run(env / "bin/python", "-m", "pip", "install", "--no-index", "--no-deps", "--ignore-installed", wheel)
+    assert installed.returncode == 0, installed.stderr
+    for name in ("data", "config", "run"):
+        (tmp_path / name).mkdir(mode=0o700)
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    for name in ("JUPYTER_GPU_CKPT_KEYS", "JUPYTER_GPU_CKPT_IMAGES", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    command = env / "bin/jupyter-gpu-ckpt"
+    assert run(command, "keys", "--rotate", cwd=tmp_path).returncode == 0
+    assert [*(tmp_path / "data").rglob("*")]
+    before = {path for path in env.rglob("*") if re.search(r"gpu.ckpt", path.name)}
+    assert len(before) > 3
+    done = run(command, "uninstall", cwd=tmp_path)
+    assert done.returncode == 0 and "Removed: the package jupyter_gpu_ckpt" in done.stdout, done.stdout + done.stderr
+    assert [path for path in before if path.exists() and not path.is_dir()] == []
+    assert [*packages.glob("jupyter_gpu_ckpt*")] == [] and not command.exists()
+    assert [path for name in ("data", "config", "run") for path in (tmp_path / name).rglob("*")] == []
 
 
 @pytest.mark.torture

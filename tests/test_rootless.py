@@ -224,7 +224,7 @@ def test_databases_and_changed_files_as_an_ordinary_user(place, criu, chosen):
     nobody = Nobody(place, criu)
     tests = ["tests/process/test_sqlite_wal.py", "tests/faults/test_shared_databases.py"]
     tests += ["tests/faults/test_replaced_files.py"]
-    words = "sqlite_wal or random or visit or in_a_transaction or has_the_database or large"
+    words = "sqlite_wal or random or visit or in_a_transaction or has_the_database or nowhere_else or large"
     said = nobody.run(pytest_of(*tests, "-k", words, "-m", chosen), timeout=HANGS)
     assert " passed" in said
     assert nobody.seen == {(UID,) * 4}

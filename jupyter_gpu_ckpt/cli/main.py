@@ -56,6 +56,7 @@ class GpuCkptMain(GpuCkptCommand):
         "match": ("transfer.MatchCommand", "Compare this node with what an image needs."),
         "push": ("transfer.PushCommand", "Move an image to a shared directory, an object store or a server."),
         "pull": ("transfer.PullCommand", "Fetch an image from there, or list the images there."),
+        "uninstall": ("uninstall.UninstallCommand", "Remove this package and all files of yours; images on request."),
         "node-features": ("transfer.NodeFeaturesCommand", "Print the features of this node for slurm.conf."),
     }
     examples = """

@@ -248,6 +248,7 @@ class Criu:
                 raise KernelBusy(message, hint=hint, cause=error.message) from error
         seconds = self._run("dump", capsule, directory, timeout, options, work=work).seconds
         images.clear_device_owners(directory)
+        images.clear_chosen_addresses(directory)
         if (root := capsule.root()) != capsule.host_pid:
             root_program.save(root, directory)
         return seconds

@@ -41,6 +41,9 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _ENTRY_REG, _ENTRY_INET = 3, 4
 # message inet_sk_entry
 _INET_FAMILY, _INET_TYPE, _INET_STATE, _INET_PORT, _INET_ADDRESS = 3, 4, 6, 7, 11
+_INET_PEERS_PORT, _INET_V6ONLY = 8, 15
+#: How an address of IPv6 begins that stands for one of IPv4.
+_MAPPED = b"\0" * 10 + b"\xff" * 2
 _TCP_LISTEN = 10
 # message reg_file_entry
 _REG_ID, _REG_FLAGS, _REG_NAME, _REG_SIZE, _REG_MODE = 1, 2, 6, 8, 10
@@ -77,9 +80,9 @@ class RegularFile:
 
     ``size`` in bytes, None where a restore does not compare it: of directories, and of files that are only appended
     to.  ``mode`` as in ``stat(2)``.  ``open``: it has a descriptor; else it is mapped, or is the root or working
-    directory.  ``writes``: the kernel may write to it; ``code``: it is mapped as program code.  ``made``: the dump has
-    given it this name, as its own had been deleted; a restore removes it.  ``locked``: the kernel has locked it;
-    ``posix_locks``: its POSIX locks, as `sqlite_wal.Lock`.
+    directory.  ``writes``: the kernel may write to it; ``through_mapping``: by a shared mapping; ``code``: it is mapped
+    as program code.  ``made``: the dump has given it this name, as its own had been deleted; a restore removes it.
+    ``locked``: the kernel has locked it; ``posix_locks``: its POSIX locks, as `sqlite_wal.Lock`.
     """
 
     path: str
@@ -87,6 +90,7 @@ class RegularFile:
     mode: int | None
     open: bool
     writes: bool = False
+    through_mapping: bool = False
     code: bool = False
     made: bool = False
     locked: bool = False
@@ -123,7 +127,8 @@ def regular_files(directory: Path) -> list[RegularFile]:
         written = (number_of(fields, _REG_FLAGS) or 0) & os.O_ACCMODE != os.O_RDONLY or id in writes
         linked = id in made and is_made_name(path)
         size = number_of(fields, _REG_SIZE)
-        uses = {"writes": written, "code": id in code, "made": linked, "locked": id in locked}
+        uses = {"writes": written, "through_mapping": id in writes, "code": id in code}
+        uses |= {"made": linked, "locked": id in locked}
         found.add(RegularFile(path, size, mode, id in opened, **uses, posix_locks=tuple(sorted(posix.get(id, ())))))
     return sorted(found, key=lambda file: (file.path, file.open, file.writes, file.code, file.posix_locks))
 
@@ -280,9 +285,7 @@ def ports(directory: Path) -> list[Port]:
         listens = number_of(fields, _INET_STATE) == _TCP_LISTEN if kind == socket.SOCK_STREAM else bool(number)
         if fields and listens and kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
             family = number_of(fields, _INET_FAMILY) or 0
-            words = b"".join(struct.pack("<I", word) for word in _numbers(fields, _INET_ADDRESS))
-            length = 4 if family == socket.AF_INET else 16
-            address = socket.inet_ntop(family, words.ljust(length, b"\0")[:length])
+            address = socket.inet_ntop(family, _address(fields))
             found.add(Port(family, kind, address, number or 0))
     return sorted(found, key=lambda port: (port.number, port.type, port.address))
 
@@ -329,6 +332,37 @@ def clear_device_owners(directory: Path) -> None:
             fields = [field for field in fields if field[0] not in (_TTY_UID, _TTY_GID)]
         kept.append(b"".join(map(encode, fields)))
     rewrite(path, _TTY_INFO_MAGIC, kept)
+
+
+def clear_chosen_addresses(directory: Path) -> None:
+    """Remove addresses that Linux has chosen for connected UDP sockets of IPv6 from the fresh dump in ``directory``.
+
+    CRIU binds a socket to its address, which makes it V6ONLY (``inet6_bind`` in Linux): one that is not was bound to
+    none, or to one of IPv4.  As it is connected to its peer again, it gets that address again.  Raises `ImageFormat`,
+    `OSError`.
+    """
+    contents, changed = list(records(directory / _FILES, FILES_MAGIC)), False
+    for index, record in enumerate(contents):
+        fields = submessage(record, _ENTRY_INET)
+        kind = number_of(fields, _INET_FAMILY), number_of(fields, _INET_TYPE)
+        if kind != (socket.AF_INET6, socket.SOCK_DGRAM) or number_of(fields, _INET_V6ONLY) != 0:
+            continue
+        if number_of(fields, _INET_PEERS_PORT) and not _address(fields).startswith(_MAPPED):
+            changed = True
+            kept = b"".join(encode((*field[:2], 0) if field[0] == _INET_ADDRESS else field) for field in fields)
+            contents[index] = b"".join(
+                encode((number, kind, kept if number == _ENTRY_INET else value))
+                for number, kind, value in fields_of(record)
+            )
+    if changed:
+        rewrite(directory / _FILES, FILES_MAGIC, contents)
+
+
+def _address(fields: list[Field]) -> bytes:
+    """Return the own address of a socket: 4 or 16 bytes."""
+    words = b"".join(struct.pack("<I", word) for word in _numbers(fields, _INET_ADDRESS))
+    length = 4 if number_of(fields, _INET_FAMILY) == socket.AF_INET else 16
+    return words.ljust(length, b"\0")[:length]
 
 
 def rewrite(path: Path, magic: int, contents: Iterable[bytes]) -> None:

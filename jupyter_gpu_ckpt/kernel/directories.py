@@ -64,7 +64,7 @@ def _remembered(directory: Path) -> Path:
             # Several: containers may share the home directory and the name of the host, and not the temporary one.
             known = [Path(line) for line in record.read_text().splitlines()] if record.exists() else []
             for base in known:
-                if base.parent == temporary and _is_private(base):
+                if base.parent == temporary and is_private(base):
                     return base
             base = Path(tempfile.mkdtemp(prefix=f"gpu-ckpt-{os.geteuid()}-", dir=temporary))
             lines = "".join(f"{path}\n" for path in [*known[-_KNOWN:], base])
@@ -72,7 +72,7 @@ def _remembered(directory: Path) -> Path:
             return base
     except OSError:  # no home directory, or a full one
         base = temporary / f"gpu-ckpt-{os.geteuid()}"
-        return base if _is_private(base) or not os.path.lexists(base) else _unremembered(temporary)
+        return base if is_private(base) or not os.path.lexists(base) else _unremembered(temporary)
 
 
 @functools.cache
@@ -81,7 +81,8 @@ def _unremembered(temporary: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"gpu-ckpt-{os.geteuid()}-", dir=temporary))
 
 
-def _is_private(base: Path) -> bool:
+def is_private(base: Path) -> bool:
+    """Return whether ``base`` is a directory that belongs to this user alone."""
     try:
         require_private(base)
     except (OSError, CapsuleError):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import os
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,9 +44,10 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Take the fingerprint of this node at a checkpoint, when the dump has been written.
 
-    ``files`` and ``ports`` are those of the dump: ``path``, ``size``, ``mode``, ``open``, ``writes``, ``code``,
-    ``made``, ``locked`` and ``posix_locks`` of each file; ``family``, ``type``, ``address`` and ``number`` of each
-    port.  ``criu``: the version that made it.  ``sockets``: files of unix sockets, ``path``, ``inode`` and ``mtime``
+    ``files`` and ``ports`` are those of the dump: ``path``, ``size``, ``mode``, ``open``, ``writes``,
+    ``through_mapping``, ``code``, ``made``, ``locked`` and ``posix_locks`` of each file; ``family``, ``type``,
+    ``address`` and ``number`` of each port.  ``criu``: the version that made it.  ``sockets``: files of unix sockets,
+    ``path``, ``inode`` and ``mtime``
     (ns).  ``hashes``: None: no hash is noted.  ``gpus``: all of the node in the driver's order, ``uuid``, ``name``,
     ``total``, ``driver`` and ``cuda``.  ``cuda``, ``device_bytes``: whether the kernel used CUDA, and its device memory
     by UUID.  ``memory``: host memory that the restored kernel takes.  ``open_files``: the limit that CRIU must have.
@@ -135,7 +137,8 @@ def _noted_files(files: Iterable[Facts], file_system_of: Callable[[str], str]) -
     """By path: ``size``, ``mode``, ``build_id``, identity, and ``checked``: whether a restore insists on the size.
 
     Its uses are ``open``, ``mapped``, ``writes``, ``code`` (as program code) and ``locked``; ``made``: by the dump, for
-    a restore to remove.  For databases of SQLite see `databases`.
+    a restore to remove.  Of a file that is written through a mapping ``noted``, a time in ns: its content may change
+    and its identity not, so that a hash made before does not count.  For databases of SQLite see `databases`.
     """
     noted: dict[str, dict[str, Any]] = {}
     locks: dict[str, set[tuple[int, ...]]] = {}
@@ -146,6 +149,8 @@ def _noted_files(files: Iterable[Facts], file_system_of: Callable[[str], str]) -
         entry["open" if file["open"] else "mapped"] = True
         for use in ("writes", "code", "made", "locked"):
             entry[use] = entry[use] or bool(file.get(use))
+        if file.get("through_mapping"):
+            entry["noted"] = time.time_ns()
         locks.setdefault(path, set()).update(tuple(lock) for lock in file.get("posix_locks", ()))
         entry["checked"] = entry["checked"] or entry["made"]
         if file["size"] is not None:  # CRIU compares with the size in the dump

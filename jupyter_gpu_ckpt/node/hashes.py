@@ -9,6 +9,10 @@ change, so another content means another identity, but for these cases, in which
   cached by this process alone: while it runs, no other image is mounted in the place of that one.
 - The file's identity changed while it was read.
 
+A file that a kernel writes through a shared mapping gets another content with the same identity: Linux notes the time
+of the first write to a page, but of no other until that one is on the disk, and in a tmpfs of none.  The hash of such a
+file is cached for one checkpoint (``noted`` of its facts).
+
 The cache lies beside the images in `FILE`, 0600, with `MOST_KEPT` hashes at most; the least used are removed first.  If
 it is lost, damaged or written by two servers at once, that costs nothing but time.
 """
@@ -240,4 +244,5 @@ def _identity(facts: Facts) -> tuple[int, ...]:
 
 
 def _key(facts: Facts) -> str:
-    return ":".join(map(str, _identity(facts)))
+    noted = [facts["noted"]] if "noted" in facts else []
+    return ":".join(map(str, (*noted, *_identity(facts))))

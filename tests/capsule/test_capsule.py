@@ -249,7 +249,7 @@ time.sleep(4 if {reaped} else 99)
 
 @pytest.mark.parametrize("ends", ["os._exit(1)", "os.kill(os.getpid(), 9)", "time.sleep(99)"])
 def test_nothing_of_a_failed_restore_runs(capsule, ends):
-    """A process that has left CRIU's process group, as restored ones do, is killed, too."""
+    """Processes that have left CRIU's group, as restored ones do, are killed, too."""
     code = f"""
 import os, time
 open("/proc/sys/kernel/ns_last_pid", "w").write("8999")

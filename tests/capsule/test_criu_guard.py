@@ -400,7 +400,7 @@ _PR_GET_PDEATHSIG = 2
 
 
 def test_a_process_on_its_way_to_its_stop_is_changed_in_that_stop(tmp_path):
-    """A process as CRIU leaves it: a tracer that comes first gets the SIGSTOP, and the process runs on."""
+    """A tracer that comes before the stop in which CRIU leaves it gets the SIGSTOP, and the process runs on."""
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", LATE, str(tmp_path)]) as process:
         pid = process.pid
         try:

@@ -36,6 +36,7 @@ OPTIONS = {
     "push": ["--image-dir", "--keep"],
     "pull": ["--image-dir", "--keep"],
     "node-features": [],
+    "uninstall": ["--image-dir", "--images", "--dry-run"],
 }
 SHARED = ["--json", "--config", "--generate-config", "--log-level", "--debug", "--help", "--help-all", "--version"]
 

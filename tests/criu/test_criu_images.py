@@ -179,8 +179,8 @@ def test_how_files_are_used(dump):
     areas = [vma(2, 5, 2, private), vma(1, 3, 1, shared), vma(4, 5, 2, anonymous), vma(2, 1, 2, private)]
     write(dump / "files.img", FILES, *(read_only(id, name) for id, name in ((1, "/a"), (2, "/b"), (4, "/c"))))
     write(dump / "mm-2.img", 0x57492820, message((1, 7), *((14, area) for area in areas)))
-    found = {file.path: (file.writes, file.code) for file in images.regular_files(dump)}
-    assert found == {"/a": (True, False), "/b": (False, True), "/c": (False, False)}
+    found = {file.path: (file.writes, file.through_mapping, file.code) for file in images.regular_files(dump)}
+    assert found == {"/a": (True, True, False), "/b": (False, False, True), "/c": (False, False, False)}
 
 
 def read_only(id: int, name: str, mode: int | None = 0o100644) -> bytes:

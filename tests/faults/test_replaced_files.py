@@ -19,9 +19,9 @@ from jupyter_gpu_ckpt.cli import main
 from jupyter_gpu_ckpt.criu import images
 from jupyter_gpu_ckpt.errors import CriuKilled, GpuCkptError
 from jupyter_gpu_ckpt.image.layout import RESTORING, mark
+from jupyter_gpu_ckpt.image.store import Image
 from jupyter_gpu_ckpt.lifecycle.plans import Step
 from jupyter_gpu_ckpt.lifecycle.steps import STEPS
-from jupyter_gpu_ckpt.node.facts import file_facts
 from jupyter_gpu_ckpt.node.hashes import AT_ONCE, FILE, Hashes
 
 SIZE = 65536
@@ -149,9 +149,10 @@ def rewrite_one_byte_unseen(path: Path) -> None:
     os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
 
 
-async def has_hash_of(subject, path: Path) -> None:
+async def has_hash_of(subject, image: Image, path: Path) -> None:
     """Wait until a file that was new at the checkpoint is hashed."""
-    await until(lambda: Hashes(subject.images).known(file_facts(str(path))), 30)
+    facts = image.manifest.fingerprint["files"][str(path)]
+    await until(lambda: Hashes(subject.images).known(facts), 30)
 
 
 @pytest.mark.parametrize("use", ["open for reading", "mapped privately", "mapped and written"])
@@ -164,7 +165,7 @@ async def test_a_byte_of_a_large_file_that_was_changed_unseen(subject, large, us
     image = await subject.provisioner.checkpoint()
     assert "blake3" not in image.manifest.fingerprint["files"][str(large)]
     if later:
-        await has_hash_of(subject, large)
+        await has_hash_of(subject, image, large)
     rewrite_one_byte_unseen(large)
     error = await subject.fails(subject.provisioner.restore, "FILE_CHANGED")
     assert error.details["culprit"] == str(large)
@@ -179,8 +180,8 @@ async def test_a_byte_of_a_large_file_that_was_changed_unseen(subject, large, us
 async def test_a_large_file_that_has_another_name_is_the_same_if_there_was_time_to_hash_it(subject, large):
     await subject.run(USES["mapped privately"][0])
     for harmless in (link, move_away_and_back):
-        await subject.provisioner.checkpoint()
-        await has_hash_of(subject, large)
+        image = await subject.provisioner.checkpoint()
+        await has_hash_of(subject, image, large)
         harmless(large)
         await subject.wakes()
     assert await subject.run("print(array[:1])") == "b'o'"

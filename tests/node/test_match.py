@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import mmap
 import os
 import socket
 import stat
@@ -305,6 +306,27 @@ def test_another_content_of_the_same_size(data, tmp_path, how):
     assert compared(wanted, hashes) == [("file_changed", True)]
     assert compared(wanted, hashes, accept_changed_files=True) == [("file_changed", False)]
     assert compared(code, hashes, accept_changed_files=True) == [("file_changed", True)]
+
+
+@pytest.mark.parametrize("at_once", [hashes_module.AT_ONCE, 0], ids=["small", "large"])
+def test_the_hash_of_a_file_that_is_written_through_a_mapping_is_of_this_checkpoint(
+    data, tmp_path, monkeypatch, at_once
+):
+    """The kernel has run on after an earlier one, which failed; of a later write to the same page no time is noted."""
+    monkeypatch.setattr(hashes_module, "AT_ONCE", at_once)
+    monkeypatch.setattr(hashes_module, "_SETTLED", -(10**10))
+    hashes = Hashes(tmp_path)
+    with data.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        for letter in b"xyz":
+            memory[0] = letter
+            wanted = held(data, hashes, writes=True, through_mapping=True)
+            hashes.begin()
+            hashes.settle()
+    rename(data)  # the same content, and another ctime
+    for known in (hashes, Hashes(tmp_path)):
+        assert compared(wanted, known) == []
+    changed(data, "in place, with its old time")
+    assert compared(wanted, hashes) == [("file_changed", True)]
 
 
 def test_other_rights_hide_no_other_content(data, tmp_path):

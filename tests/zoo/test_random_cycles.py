@@ -2,8 +2,8 @@
 
 What is killed: CRIU, the capsule's init, the owner (a server), the kernel itself.  A kernel that is killed while it is
 the only copy of itself is lost, by whoever killed it, and an error says so; nothing else is ever lost.  ``ZOO_CYCLES``
-is the number of cycles, 1,000 by default; each prints its seed, and ``ZOO_SEED`` begins with that one; ``ZOO_VERBS``
-and ``ZOO_VICTIMS`` narrow the choice.
+is the number of cycles, 1,000 by default; each prints its seed, and ``ZOO_SEED`` begins with that one; ``ZOO_VERBS``,
+``ZOO_VICTIMS`` and ``ZOO_KINDS`` (their keys) narrow the choice.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ CYCLES = int(os.environ.get("ZOO_CYCLES", "1000"))
 SEED = int(os.environ.get("ZOO_SEED", "20"))
 VERBS = os.environ.get("ZOO_VERBS", "checkpoint restore").split()
 VICTIMS = os.environ.get("ZOO_VICTIMS", "criu init owner kernel").split()
+KINDS = os.environ.get("ZOO_KINDS", "").split()
 #: Cycles of one kernel.
 LIFE = 10
 #: Seconds within which an owner answers, whatever was killed under it.
@@ -61,7 +62,9 @@ def kept(who: str) -> list[str]:
         key
         for pack in shared
         for key in pack
-        if "torch" not in all_kinds()[key].needs and not key.endswith(("random_bytes", "children.sigchld_of_stops"))
+        if (not KINDS or key in KINDS)
+        and "torch" not in all_kinds()[key].needs
+        and not key.endswith(("random_bytes", "children.sigchld_of_stops"))
     ]
 
 
@@ -246,7 +249,8 @@ class Wandering:
             subprocess.run(["rm", "-rf", str(image)], check=True)
         self.owner = Owner(self.user, self.directory, self.base, *self.options)
         assert self.owner.first is not None, self.errors()[-3000:]
-        answer = self.owner.ask("make", *dice.sample(self.kinds, dice.randint(self.few, self.most)))
+        count = min(len(self.kinds), dice.randint(self.few, self.most))
+        answer = self.owner.ask("make", *dice.sample(self.kinds, count))
         # Not every two can be in one kernel; whether each can be made is `test_zoo`'s question.
         self.count.update(f"{key} not made beside others" for key in answer["failed"])
         self.shown = answer["shown"]

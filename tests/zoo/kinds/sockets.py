@@ -12,7 +12,7 @@ import struct
 import threading
 import urllib.request
 
-from . import IMPOSSIBLE, KEPT, announced, kind, refused
+from . import IMPOSSIBLE, KEPT, announced, documented, kind, refused
 from .asking import error_of, fdinfo, flags, place, readable
 
 LOCAL = "127.0.0.1"
@@ -176,6 +176,67 @@ def unix_own_connection():
     client.connect(name)
     served, _ = listener.accept()
     return lambda: swapped(client, served)
+
+
+def names(*ends: socket.socket) -> list[str]:
+    return [str(name) for end in ends for name in (end.getsockname(), end.getpeername())]
+
+
+def unix_connection(name: str):
+    listener, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    listener.bind(name)
+    listener.listen(7)
+    client.bind(f"{name}.client")
+    client.connect(name)
+    served, _ = listener.accept()
+    return lambda: (names(client, served), listener.getsockname() == served.getsockname(), swapped(client, served))
+
+
+@kind("a unix connection, the names of its ends (getsockname, getpeername)")
+def unix_named_connection():
+    return unix_connection(str(place("unix") / "s"))
+
+
+@kind(
+    "a unix connection by a relative path, the names of its ends",
+    user=documented("names of a unix connection"),
+    advice="An ordinary user: bind absolute paths.",
+)
+def unix_relative_connection():
+    return unix_connection(f"r{os.getpid()}")
+
+
+@kind("a unix connection by an abstract name, the names of its ends", documented("names of a unix connection"))
+def unix_abstract_connection():
+    return unix_connection(f"\0zoo{os.getpid()}")
+
+
+@kind("a unix connection whose listener and file are gone, its name")
+def unix_named_pair():
+    path = place("unix") / "s"
+    listener, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(7)
+    client.connect(str(path))
+    served, _ = listener.accept()
+    listener.close()
+    path.unlink()
+    return lambda: (names(client, served), swapped(client, served))
+
+
+@kind("a UDP socket of IPv6, connected, IPV6_V6ONLY")
+def udp6_connected():
+    there, here = (socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) for _ in range(2))
+    there.bind(("::1", 0))
+    here.connect(there.getsockname())
+
+    def show():
+        here.send(b"x")
+        data, sender = there.recvfrom(9)
+        v6only = [one.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) for one in (here, there)]
+        return data.decode(), sender == here.getsockname(), here.getsockname(), here.getpeername(), v6only
+
+    return show
 
 
 @kind(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,14 @@ def test_docstrings_begin_with_a_verb_or_a_noun_phrase():
             if text and re.match(rf"({clauses})\b", text, re.IGNORECASE):
                 found[where] = text.splitlines()[0]
     assert found == {}
+
+
+def test_no_name_or_text_says_told():
+    """The field's words are error, notice, reply, callback."""
+    named = subprocess.run(
+        ["git", "grep", "-liE", r"(^|[^a-z])told([^a-z]|$)"], cwd=PACKAGE.parent, capture_output=True
+    )
+    assert set(named.stdout.decode().split()) <= {"tests/test_structure.py"}
 
 
 def test_each_folder_says_its_duty_in_two_sentences():

@@ -236,7 +236,7 @@ def _prepare(log: int, index: int, path: str, page_size: int, index_bytes: int) 
     if alone:
         _lock(index, fcntl.F_RDLCK, _DMS)
         return
-    _wait(lambda: _is_told_apart(log, index, path, page_size), path + INDEX)
+    _wait(lambda: _is_distinguished(log, index, path, page_size), path + INDEX)
 
 
 def _enlarge(index: int, index_bytes: int) -> None:
@@ -245,7 +245,7 @@ def _enlarge(index: int, index_bytes: int) -> None:
         os.posix_fallocate(index, present, index_bytes - present)
 
 
-def _is_told_apart(log: int, index: int, path: str, page_size: int) -> bool:
+def _is_distinguished(log: int, index: int, path: str, page_size: int) -> bool:
     """Return whether the header of the index can be no connection's copy of an older one, or made such that it cannot.
 
     False while another process writes.

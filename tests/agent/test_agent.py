@@ -54,7 +54,7 @@ def test_everything_is_idempotent(start: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(("given", "seen"), [({}, "0"), ({"USE_LIBUV": "1"}, "1")])
-def test_the_store_of_torch_distributed_does_without_io_uring_unless_told_otherwise(
+def test_the_store_of_torch_distributed_does_without_io_uring_unless_its_user_says_otherwise(
     start: Callable[..., Any], given: dict[str, str], seen: str
 ) -> None:
     assert start(env=given).run("import os; print(os.environ['USE_LIBUV'])").strip() == seen

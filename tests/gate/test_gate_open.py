@@ -334,7 +334,7 @@ def test_an_address_that_is_closed_a_moment_later_is_waited_for(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("end", ["an answer", "an interrupt"])
-def test_a_cell_that_waits_for_input_is_told_from_one_that_works(up: World, end: str) -> None:
+def test_a_cell_that_waits_for_input_is_distinguished_from_one_that_works(up: World, end: str) -> None:
     client = up.client()
     code = "import time\ntry: input('name? ')\nexcept KeyboardInterrupt: pass\ntime.sleep(0.5)"
     assert not up.gate.under_way.awaits_input

@@ -288,7 +288,11 @@ async def test_what_does_not_go_through_the_library_is_the_driver_s(tmp_path, ru
 async def test_the_driver_moves_the_memory_of_a_kernel_whose_threads_cannot_be_stopped(tmp_path, runtime_base):
     async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
         await kernel.run("import torch; x = torch.arange(1 << 26, device='cuda')", 120)
-        await kernel.run("open('/proc/self/comm', 'w').write('cuda-of-a-user')")
+        await kernel.run(
+            "import ctypes; libc, thread = ctypes.CDLL(None), ctypes.c_ulong()\n"
+            "libc.pthread_create(ctypes.byref(thread), None, libc.pause, None)\n"
+            "libc.pthread_setname_np(thread, b'cuda-of-a-user')"
+        )
         await kernel.provisioner.suspend()
         assert path_of(kernel).amounts().swapped_out == 0
         assert await kernel.run("print(int(x.sum()))") == str((1 << 26) * ((1 << 26) - 1) // 2)

@@ -107,10 +107,10 @@ async def test_each_spawn_starts_from_what_is_configured(published):
     publish(published)
     await place(spawner)
     assert (spawner.req_gres, spawner.req_options) == ("gpu:1", "")
-    assert not any("needs" in message for message in await told_or_nothing(spawner))
+    assert not any("needs" in message for message in await notices_or_nothing(spawner))
 
 
-async def told_or_nothing(spawner) -> list[str]:
+async def notices_or_nothing(spawner) -> list[str]:
     """The spawner's own words go on for ever."""
     page = spawner.progress()
     first = await anext(page)

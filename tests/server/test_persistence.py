@@ -280,12 +280,12 @@ import asyncio, os, signal
 from jupyter_gpu_ckpt.server.persistence import KernelPersistence
 attach = KernelPersistence.attach
 
-async def and_be_told_to_stop(self, kernels, orphan):
+async def and_be_stopped(self, kernels, orphan):
     await attach(self, kernels, orphan)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.sleep(60)
 
-KernelPersistence.attach = and_be_told_to_stop
+KernelPersistence.attach = and_be_stopped
 """
 
 

@@ -72,7 +72,7 @@ def test_preflight_reports_it(fast_kernel):
 
 
 def test_with_threads_that_cannot_be_stopped_the_driver_moves_the_memory(kernel):
-    kernel.ask("open('/proc/self/comm', 'w').write('cuda-of-a-user')")
+    kernel.ask("begin_thread('cuda-of-a-user')")
     kernel.lock()
     assert kernel.swap_out() == 0
     assert kernel.state == LOCKED

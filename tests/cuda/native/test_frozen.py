@@ -149,7 +149,7 @@ def test_a_thread_that_holds_a_lock_of_the_driver_leaves_it_running(kernel):
 
 
 def test_a_thread_that_cannot_be_frozen_leaves_it_running(kernel):
-    kernel.program.ask("open('/proc/self/comm', 'w').write('cuda-of-a-user')")
+    kernel.program.ask("begin_thread('cuda-of-a-user')")
     refused(kernel, "suspend", "PROFILER_USED")
     kernel.runs_on()
 

@@ -97,7 +97,7 @@ def test_a_thread_waits_there_in_an_image_too(kernel):
 
 def test_the_gate_opens_where_the_driver_has_moved_everything(fast_kernel):
     kernel = launching(fast_kernel())
-    kernel.program.ask("open('/proc/self/comm', 'w').write('cuda-of-a-user')")  # cannot be frozen
+    kernel.program.ask("begin_thread('cuda-of-a-user')")  # cannot be frozen
     for verb in ("suspend", "checkpoint"):
         getattr(kernel.lifecycle, verb)()
         if verb == "suspend":

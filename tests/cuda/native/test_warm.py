@@ -38,7 +38,7 @@ def test_without_the_trait_the_context_is_suspended_too(fast_kernel):
 
 
 def test_without_a_library_that_moves_blocks_it_is_suspended_as_ever(kernel):
-    kernel.program.ask("open('/proc/self/comm', 'w').write('cuda-of-a-user')")
+    kernel.program.ask("begin_thread('cuda-of-a-user')")
     kernel.lifecycle.suspend()
     assert kernel.fake.state == CHECKPOINTED
     kernel.lifecycle.wake()

@@ -221,6 +221,19 @@ def _namespaces(probes: Probes) -> Iterable[Finding]:
     note = "" if scope in (None, "0") else f" (yama's ptrace_scope {scope} is no obstacle inside a capsule)"
     message = f"CRIU can attach to processes{note}"
     yield judge("ptrace", ("ptrace",), message, functools.partial(fixes.ptrace, scope=scope))
+    yield _seccomp(trial)
+
+
+def _seccomp(trial: fixes.Trial) -> Finding:
+    """Find a filter that permits all the rest: a process below it cannot read it, and so not save it (ptrace(2))."""
+    check = "seccomp"
+    if trial.confined:
+        message = (
+            "Kernels inherit the seccomp filter of this process, which CRIU cannot save below the filter: a checkpoint "
+            "is refused (UNPROVEN_STATE), also with a profile that permits every system call."
+        )
+        return Finding(check, False, message, fixes.seccomp(trial))
+    return Finding(check, True, "no seccomp filter, which CRIU could not save")
 
 
 def _pids(trial: fixes.Trial) -> Finding:

@@ -68,6 +68,15 @@ def container(engine: str, *, root: bool) -> str:
     return f"{program} run{added} {_UNCONFINED} --security-opt {unmasked} ..."
 
 
+def seccomp(trial: Trial) -> str:
+    """Return what removes the filter of a container or of a service."""
+    if trial.container:
+        return container(trial.container, root=trial.root)
+    return (
+        "Remove SystemCallFilter=, SystemCallArchitectures=, RestrictNamespaces= and the like from the service's unit."
+    )
+
+
 def set_sysctl(name: str, value: int | str) -> str:
     return f"sudo sysctl -w {name}={value}"
 

@@ -231,6 +231,14 @@ FAULTS = {
         refusing("ptrace", container=lambda: "docker", status=lambda: {"Seccomp": "2"}),
         "ptrace", "error", "cpu", "attach", DOCKER,
     ),
+    "a seccomp profile that permits all that was tried": (
+        replace(FIT, container=lambda: "podman", status=lambda: {"Seccomp": "2"}),
+        "seccomp", "error", "cpu", "UNPROVEN_STATE", "--security-opt seccomp=unconfined",
+    ),
+    "a service's filter that permits all that was tried": (
+        replace(FIT, status=lambda: {"Seccomp": "2"}),
+        "seccomp", "error", "cpu", "CRIU cannot save", "SystemCallFilter=",
+    ),
     "unwritable images": (
         replace(FIT, directory_facts=lambda path: DirectoryFacts(path, 100 << 30, "ext4", "Permission denied")),
         "image-directory", "error", "cpu", "Permission denied", "sudo install -d -m 700",

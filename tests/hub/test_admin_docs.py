@@ -107,6 +107,20 @@ async def test_the_pod_that_the_values_make(configured, version):
     assert "privileged" not in container["securityContext"]
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_pod_of_a_notebook_of_kubeflow(values, version):
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ADMIN / "kubeflow.md").read_text(), re.DOTALL)
+    spec = yaml.safe_load(block)["spec"]["template"]["spec"]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "example-0"}, "spec": spec}
+    kubernetes_validate.validate(pod, version, strict=True)
+    (container,) = spec["containers"]
+    assert container["securityContext"] == {
+        "runAsUser": 1000,
+        **values["hub"]["config"]["KubeSpawner"]["container_security_context"],
+    }
+    assert spec["hostUsers"] is False and spec["terminationGracePeriodSeconds"] == 240
+
+
 async def test_the_doctor_runs_under_the_same_conditions(configured):
     """Or its word would be about another pod."""
     spawner, _ = configured

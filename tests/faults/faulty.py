@@ -50,7 +50,8 @@ class Subject:
             subject.shared_memory.append(await kernel.run("print(family.memory.name)"))
         await kernel.run(code)
         subject._other_tab.start_channels(hb=False)
-        await subject._other_tab.wait_for_ready(timeout=60)
+        # Not `wait_for_ready`, which asks once more every second: a later reply would be one too many.
+        await subject._other_tab.kernel_info(reply=True, timeout=60)
         return subject
 
     def close(self) -> None:

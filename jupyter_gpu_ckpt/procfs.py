@@ -14,6 +14,7 @@ import contextlib
 import errno
 import os
 import re
+import resource
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -141,6 +142,23 @@ def is_ending(pid: int) -> bool:
     with contextlib.suppress(*GONE):
         return stat(pid).is_ending
     return True
+
+
+def limits(pid: int) -> dict[str, tuple[int, int]]:
+    """Return the soft and hard limits of a process by name (``RLIMIT_NOFILE``), as `resource.getrlimit`.
+
+    From ``/proc/PID/limits``, whose lines are in the order of their numbers: prlimit(2) denies those of another user's
+    process to a root that lacks CAP_SYS_RESOURCE.
+    """
+    known = [name for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"]  # of BSD
+    names = {getattr(resource, name): name for name in known}
+    lines = read(f"/proc/{pid}/limits").splitlines()[1:]
+    values = [tuple(map(_limit, line[26:].split()[:2])) for line in lines]
+    return {names[number]: (soft, hard) for number, (soft, hard) in enumerate(values) if number in names}
+
+
+def _limit(word: str) -> int:
+    return resource.RLIM_INFINITY if word == "unlimited" else int(word)
 
 
 def status(pid: Pid = "self", tid: int | None = None) -> dict[str, str]:

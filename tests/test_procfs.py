@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -221,3 +222,8 @@ def test_nobody_else_reads_what_is_read_here():
         if path.name != "procfs.py" and path.parent.name != "agent":
             found = [line for line in path.read_text().splitlines() if own.search(line) and "#:" not in line]
             assert len(found) <= allowed.get(path.name, 0), (path, found)
+
+
+def test_limits_are_those_of_getrlimit():
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"]
+    assert procfs.limits(os.getpid()) == {name: resource.getrlimit(getattr(resource, name)) for name in names}

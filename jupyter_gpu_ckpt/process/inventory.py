@@ -19,7 +19,6 @@ import errno
 import fcntl
 import os
 import re
-import resource
 import stat
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -113,7 +112,6 @@ _MOUNTED_BY_LINUX = {"nfs", "nfs4", "cifs", "smb3", "afs", "ceph"}
 #: Descriptors that CRIU's code has open at once in a process (``compel/src/lib/infect.c``, ``criu/mem.c``).
 _CRIU_DESCRIPTORS = 3
 _OPEN_FILES = re.compile(r"^Max open files +(\d+) ", re.M)
-_LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"]  # of BSD
 #: SIGTRAP (of a tracer), SIGCHLD and SIGSTOP (of a dump).
 _HARMLESS_SIGNALS = 1 << 4 | 1 << 16 | 1 << 18
 _O_DIRECT = 0o40000
@@ -462,7 +460,7 @@ class _Process:
             self.found.refuse("System V semaphores that it has changed (semop)", hint=hint)
         if (filter_ := _optional(f"{self.root}/coredump_filter")) != self.mine.coredump_filter and filter_:
             self.notes["coredump_filter"] = int(filter_, 16)
-        self.inventory["limits"] = {name: resource.prlimit(self.pid, getattr(resource, name)) for name in _LIMITS}
+        self.inventory["limits"] = procfs.limits(self.pid)
         words = _optional(f"{self.root}/autogroup").split()
         if words and words[-1] != "0":
             self.notes["autogroup_nice"] = int(words[-1])

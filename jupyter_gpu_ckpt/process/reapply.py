@@ -159,10 +159,10 @@ class _Restorer(NamedTuple):
 
     def limits(self) -> None:
         """Set limits again (``setrlimit(2)``) that are above CRIU's own, which it neither sets nor reports."""
+        limits = procfs.limits(self.pid)
         for name, (soft, hard) in self.notes.get("limits", {}).items():
-            number = getattr(resource, name)
-            _, most = present = resource.prlimit(self.pid, number)
-            if present == (soft, hard):
+            number, (_, most) = getattr(resource, name), limits[name]
+            if limits[name] == (soft, hard):
                 continue
             with self.trying(name):
                 try:

@@ -36,6 +36,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
@@ -317,6 +318,9 @@ pid_t control_suffix(void) { return owner == kernel ? 0 : owner; }
 /* A process that has ended leaves the file of its socket, and its pid to another. */
 static bool is_stale(void)
 {
+    struct stat found;
+    if (lstat(name.sun_path, &found) != 0 || !S_ISSOCK(found.st_mode))
+        return false;
     int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     bool stale = probe >= 0 && connect(probe, (struct sockaddr *)&name, sizeof name) != 0 && errno == ECONNREFUSED;
     if (probe >= 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from waiting import until
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.cuda.fastpath import FastPath
+from jupyter_gpu_ckpt.errors import GpuCkptError
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, RUNNING, FakeProcess
 from jupyter_gpu_ckpt.trace import StepEvent
 
@@ -44,12 +46,10 @@ class Child:
         return self._family.lifecycle.kernel.fast_path(pid=self.pid)
 
     def held(self) -> None:
-        if (
-            self.blocks
-            and self.fake.on_gpu
-            and any(self.fake is each for each in self._family.driver.processes.values())
-        ):
-            self.fake.memory = {A: self.blocks + CONTEXT - self.path().amounts().swapped_out}
+        known = any(self.fake is each for each in self._family.driver.processes.values())
+        if self.blocks and self.fake.on_gpu and known:
+            with contextlib.suppress(GpuCkptError, KeyError):  # it is killed
+                self.fake.memory = {A: self.blocks + CONTEXT - self.path().amounts().swapped_out}
 
     def kill(self) -> None:
         """Kill it; the kernel waits for it."""
@@ -84,7 +84,7 @@ class Family(FastKernel):
         self.driver.processes.pop(pid, None)
 
     def held(self) -> int:
-        for child in self.children:
+        for child in [*self.children]:
             child.held()
         return super().held()
 

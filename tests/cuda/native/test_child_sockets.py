@@ -160,7 +160,7 @@ def test_a_program_started_by_a_program_is_served_too_and_others_of_ld_preload_k
 
 
 def test_a_program_with_an_address_sanitizer_runs(variables, tmp_path, monkeypatch, programs):
-    """It ends at once where another library comes before the sanitizer's, unless that is asked for."""
+    """A program with it ends at once where another library comes before the sanitizer's, unless that is asked for."""
     if why := why_no_sanitizer("address", "libasan.so", tmp_path):
         pytest.skip(why)
     monkeypatch.setattr(fastpath, "has_driver", lambda: True)

@@ -23,8 +23,8 @@ from test_frozen import attach_again
 from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.cuda.checkpoint_api import DriverRefused
 from jupyter_gpu_ckpt.cuda.cuda import INVALID_VALUE, OUT_OF_MEMORY
-from jupyter_gpu_ckpt.errors import GpuFull, UnsupportedCuda
-from jupyter_gpu_ckpt.lifecycle import context, cuda_processes
+from jupyter_gpu_ckpt.errors import GpuFull, SharedDeviceMemory, UnsupportedCuda
+from jupyter_gpu_ckpt.lifecycle import context, cuda_processes, suspend
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, FakeDriver
 
@@ -85,13 +85,16 @@ class Killer:
     def __init__(self, family: Family, monkeypatch) -> None:
         self._family, self._call, self._exchange = family, family.driver.call, fastpath._Library.exchange
         self._child, self._pid, self._left, self.said = None, 0, 0, ""
+        self.events: list[str] = []
         monkeypatch.setattr(family.driver, "call", self._called)
         monkeypatch.setattr(fastpath._Library, "exchange", lambda library, verb: self._exchanged(library, verb))
 
     def arm(self, child: Child, nth: int) -> None:
         self._child, self._pid, self._left, self.said = child, child.pid, nth, ""
+        self.events = []
 
     def _event(self, what: str) -> None:
+        self.events.append(what)
         self._left -= 1
         if self._left == 0:
             self.said = what
@@ -120,9 +123,10 @@ class Killer:
 
 
 @pytest.mark.slow  # a suspend for each step
-def test_a_child_that_is_killed_at_any_step_makes_neither_a_failure_nor_a_loss(family, monkeypatch):
-    killer, (other,), said = Killer(family, monkeypatch), family.children, []
-    for nth in itertools.count(1):
+@pytest.mark.parametrize("first", [1, 2, 3, 4])
+def test_a_child_that_is_killed_at_any_step_makes_neither_a_failure_nor_a_loss(family, monkeypatch, first):
+    killer, (other,) = Killer(family, monkeypatch), family.children
+    for nth in itertools.count(first, 4):
         child = family.start(f"mortal{nth}")
         killer.arm(child, nth)
         family.lifecycle.suspend()
@@ -132,18 +136,8 @@ def test_a_child_that_is_killed_at_any_step_makes_neither_a_failure_nor_a_loss(f
         if not killer.said:
             child.kill()
             break
-        said.append(killer.said)
-    for step in (
-        "close 60000",
-        "close 0",
-        "copy_out",
-        "free",
-        "swap_in",
-        "cuda.unlock",
-        "cuda.checkpoint",
-        "cuda.restore",
-    ):
-        assert {f"before {step}", f"after {step}"} <= {*said}, said
+    for step in ("close 0", "copy_out", "free", "swap_in", "cuda.unlock", "cuda.checkpoint", "cuda.restore"):
+        assert {f"before {step}", f"after {step}"} <= {*killer.events}
     family.lifecycle.suspend()
     assert {path.name for path in family.program.directory.glob("kernel-fast-*")} == {other.path()._socket()}
     family.lifecycle.resume()
@@ -246,4 +240,19 @@ def test_the_next_owner_brings_a_child_back_whose_owner_ended_in_the_middle(fami
     attach_again(family)
     if family.lifecycle.state is State.SUSPENDED:
         family.lifecycle.wake()
+    family.runs_on()
+
+
+def test_preflight_says_whose_memory_the_driver_has_to_move_and_who_shares_some(family):
+    (child,) = family.children
+    kernel = family.lifecycle.kernel
+    assert [each.code for each in suspend.findings(kernel) if each.code in ("DRIVERS_RATE", "CUDA_IPC")] == []
+    before, child.fake.memory = child.fake.memory, {A: 50 << 30}
+    (slow,) = [each for each in suspend.findings(kernel) if each.code == "DRIVERS_RATE"]
+    assert f"(pid {child.pid})" in slow.text and not slow.blocks
+    child.fake.memory = before
+    handle = "ctypes.create_string_buffer(64)"
+    assert child.program.ask(f"ctypes.CDLL('libcuda.so.1').cuIpcGetMemHandle({handle}, held[0][0])") == 0
+    with pytest.raises(SharedDeviceMemory):
+        family.lifecycle.suspend()
     family.runs_on()

@@ -144,9 +144,10 @@ def remove_stale_sockets(kernel: KernelState) -> None:
     """Remove the sockets that the libraries of processes have left which were killed."""
     capsule = kernel.require_capsule()
     found = [*capsule.directory.glob(f"{SOCKET}-*")]  # first: of a process that begins meanwhile it is not in here
-    living = {_unless_ended(kernel, pid, capsule.pid_inside) for pid in capsule.processes()} if found else ()
+    pids = [pid for pid in capsule.processes() if lives(pid)] if found else ()
+    living = [str(_unless_ended(kernel, pid, capsule.pid_inside)) for pid in pids]
     for path in found:
-        if path.name.removeprefix(f"{SOCKET}-") not in map(str, living):
+        if path.name.removeprefix(f"{SOCKET}-") not in living:
             path.unlink(missing_ok=True)
 
 

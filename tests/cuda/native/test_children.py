@@ -93,6 +93,9 @@ class Killer:
         self._child, self._pid, self._left, self.said = child, child.pid, nth, ""
         self.events = []
 
+    def disarm(self) -> None:
+        self._pid = 0
+
     def _event(self, what: str) -> None:
         self.events.append(what)
         self._left -= 1
@@ -132,6 +135,7 @@ def test_a_child_that_is_killed_at_any_step_makes_neither_a_failure_nor_a_loss(f
         family.lifecycle.suspend()
         assert other.path().amounts().swapped_out == other.blocks
         family.lifecycle.resume()
+        killer.disarm()
         family.runs_on()
         if not killer.said:
             child.kill()

@@ -19,7 +19,7 @@ bool is_inert(void) { return atomic_load_explicit(&inert, memory_order_relaxed);
  * not exist here, and in the parent it may need a lock of another library (an allocator's heap) before it unlocks. */
 static void in_child(void)
 {
-    atomic_store(&inert, true);
+    atomic_store(&inert, library_of_driver() != NULL);
     launch_gate_in_child();
     control_in_child();
     allocations_in_child();

@@ -36,6 +36,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
@@ -51,24 +52,34 @@
 #include "swap.h"
 #include "workers.h"
 
-#define CONTROL_VERSION 2
+#ifndef CONTROL_VERSION /* of another release, in tests */
+#define CONTROL_VERSION 3
+#endif
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
+/* The same, for the processes that the kernel starts: each appends its pid to the name. */
+#define CHILDREN_VARIABLE "JUPYTER_GPU_CKPT_FAST_CHILDREN"
 /* In the directory of the socket (`cuda/fastpath.py`). */
 #define EXTENTS "host-memory/gpu-ckpt-extents"
 
-static char path[sizeof((struct sockaddr_un *)0)->sun_path];
-static pid_t owner;
+static char path[sizeof((struct sockaddr_un *)0)->sun_path]; /* of the kernel's socket; empty: nothing is served */
+static struct sockaddr_un name = {.sun_family = AF_UNIX};    /* of this process's own */
+static pid_t kernel, owner; /* who was given that path, and who listens */
+static bool with_children;
 static _Atomic int listening; /* 0: not yet, 1: yes, -1: cannot */
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
 static atomic_int listener = -1, peer = -1; /* descriptors, for a child to close */
 
-/* Only this process is meant: programs that it starts inherit neither the socket nor the preloading. */
+/* Programs that the kernel starts preload this library, too, and make sockets of their own; unless only the kernel is
+ * meant: then they inherit neither the socket nor the preloading. */
 __attribute__((constructor)) static void begin(void)
 {
-    const char *wanted = getenv(SOCKET_VARIABLE);
+    const char *wanted = getenv(SOCKET_VARIABLE), *inherited = getenv(CHILDREN_VARIABLE);
+    with_children = inherited != NULL && inherited[0] != '\0' && strlen(inherited) < sizeof path;
+    if (with_children)
+        ipc_set_socket(strcpy(path, inherited));
     if (wanted != NULL && strlen(wanted) < sizeof path) {
         strcpy(path, wanted);
-        owner = getpid();
+        kernel = getpid();
         char extents[sizeof path + sizeof "/" EXTENTS];
         const char *end = strrchr(path, '/');
         snprintf(extents, sizeof extents, "%.*s/" EXTENTS, end == NULL ? 0 : (int)(end - path), path);
@@ -81,7 +92,7 @@ __attribute__((constructor)) static void begin(void)
     unsetenv(IPC_VARIABLE);
     Dl_info us;
     const char *preloaded = getenv("LD_PRELOAD");
-    if (preloaded == NULL || dladdr(&listening, &us) == 0)
+    if (with_children || preloaded == NULL || dladdr(&listening, &us) == 0)
         return;
     if (path[0] != '\0')
         workers_preload(us.dli_fname, path);
@@ -302,10 +313,37 @@ void control_in_child(void)
     opening = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
+pid_t control_suffix(void) { return owner == kernel ? 0 : owner; }
+
+/* A process that has ended leaves the file of its socket, and its pid to another. */
+static bool is_stale(void)
+{
+    struct stat found;
+    if (lstat(name.sun_path, &found) != 0 || !S_ISSOCK(found.st_mode))
+        return false;
+    int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    bool stale = probe >= 0 && connect(probe, (struct sockaddr *)&name, sizeof name) != 0 && errno == ECONNREFUSED;
+    if (probe >= 0)
+        close(probe);
+    return stale;
+}
+
+static bool bind_name(int made)
+{
+    int length = snprintf(name.sun_path, sizeof name.sun_path, owner == kernel ? "%s" : "%s-%d", path, owner);
+    if (length < 0 || (size_t)length >= sizeof name.sun_path)
+        return false;
+    if (bind(made, (struct sockaddr *)&name, sizeof name) == 0)
+        return true;
+    return errno == EADDRINUSE && is_stale() && unlink(name.sun_path) == 0 &&
+           bind(made, (struct sockaddr *)&name, sizeof name) == 0;
+}
+
 static int start(void)
 {
-    struct sockaddr_un name = {.sun_family = AF_UNIX};
-    strcpy(name.sun_path, path);
+    owner = getpid();
+    if (owner != kernel)
+        host_memory_set_directory(""); /* the extents are the kernel's */
     int made = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (made < 0)
         return -1;
@@ -317,8 +355,8 @@ static int start(void)
         sigdelset(&all, *fault);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
-    bool begun = rwlock_layout_is_known() && bind(made, (struct sockaddr *)&name, sizeof name) == 0 &&
-                 listen(made, 4) == 0 && pthread_create(&thread, NULL, listen_forever, NULL) == 0;
+    bool begun = rwlock_layout_is_known() && bind_name(made) && listen(made, 4) == 0 &&
+                 pthread_create(&thread, NULL, listen_forever, NULL) == 0;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (!begun) {
         atomic_store(&listener, -1);
@@ -331,14 +369,21 @@ static int start(void)
 
 bool control_open(void)
 {
-    if (path[0] == '\0' || is_inert() || getpid() != owner) /* not requested; or a child, however it was created */
+    pid_t self = path[0] == '\0' || is_inert() ? 0 : getpid();
+    if (self == 0) /* not requested, or a child that cannot use CUDA */
         return false;
     int state = atomic_load_explicit(&listening, memory_order_acquire);
-    if (state == 0) {
+    if (state == 0 && (self == kernel || with_children)) {
         pthread_mutex_lock(&opening);
         if ((state = atomic_load(&listening)) == 0)
             atomic_store_explicit(&listening, state = start(), memory_order_release);
         pthread_mutex_unlock(&opening);
     }
-    return state == 1;
+    return state == 1 && self == owner; /* not of a child that was made without fork's handlers */
+}
+
+__attribute__((destructor)) static void end(void)
+{
+    if (atomic_load(&listening) == 1 && owner != kernel && getpid() == owner)
+        unlink(name.sun_path);
 }

@@ -66,7 +66,8 @@ class Program:
         self.argv = [sys.executable, str(directory / "program.py"), repr(sizes)]
         self.env = {**os.environ, "LD_LIBRARY_PATH": str(doubles)}
         if library is not None:
-            self.env |= {"LD_PRELOAD": str(library), fastpath.VARIABLE: str(directory / fastpath.SOCKET)}
+            path = str(directory / fastpath.SOCKET)
+            self.env |= {"LD_PRELOAD": str(library), fastpath.VARIABLE: path, fastpath.CHILDREN_VARIABLE: path}
 
     def holds_its_memory(self) -> None:
         until((self.directory / "ready").exists, "the program holds its memory")

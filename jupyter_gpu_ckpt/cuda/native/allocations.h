@@ -70,11 +70,6 @@ CUresult allocation_unmap(struct allocation *allocation);
 /* Number of allocations and their bytes; may be called at any time. */
 void allocations_total(size_t *count, size_t *bytes);
 
-/* Lock the table: threads that allocate meanwhile wait (none should, see `swap.h`).  False if another thread has it for
- * a second: one that a signal has stopped for good within a few instructions of ours. */
-bool allocations_lock(void);
-void allocations_unlock(void);
-
 /* Forget all allocations, in a child that was just forked. */
 void allocations_in_child(void);
 

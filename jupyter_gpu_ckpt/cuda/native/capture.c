@@ -50,6 +50,8 @@ static bool is_captured(const struct driver *cu, CUstream stream)
            status != NONE;
 }
 
+bool capture_has_begun(void) { return atomic_load(&captures) != 0; }
+
 /* A capture whose end was not seen must not delay for ever what waits for it.  Of a thread's own default stream only
  * that thread could ask. */
 bool capture_is_active(void)
@@ -111,11 +113,6 @@ static CUresult end(CUstream stream, CUgraph *graph, bool per_thread, CUresult (
     collect_freed(false);
     return result;
 }
-
-#define DRIVER_WITH(name)                                                                                              \
-    const struct driver *original = any_driver();                                                                      \
-    if (original == NULL || original->name == NULL)                                                                    \
-        return CUDA_ERROR_NOT_INITIALIZED
 
 #define BEGIN(name, per_thread)                                                                                        \
     CUresult name(CUstream stream, int mode)                                                                           \

@@ -68,15 +68,3 @@ CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdeviceptr a
         *bytes = allocation.requested;
     return CUDA_SUCCESS;
 }
-
-/* Memory of cuMemAlloc has no handle. */
-CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *address)
-{
-    const struct driver *original = any_driver();
-    struct allocation allocation;
-    if (original == NULL || original->cuMemRetainAllocationHandle == NULL)
-        return CUDA_ERROR_NOT_INITIALIZED;
-    if (allocation_containing((CUdeviceptr)address, &allocation))
-        return CUDA_ERROR_INVALID_VALUE;
-    return original->cuMemRetainAllocationHandle(handle, address);
-}

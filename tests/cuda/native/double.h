@@ -22,8 +22,9 @@ CUresult entered(const char *function);
             return injected;                                                                                           \
     } while (0)
 
-/* Memory: whether the range is within one mapping that may be used, or one allocation. */
-bool device_range_is_usable(CUdeviceptr address, size_t bytes);
+/* Memory: whether the range is within one mapping that the current context's device may use (1: read, 3: and write), or
+ * one allocation. */
+bool device_range_is_usable(CUdeviceptr address, size_t bytes, int access);
 bool host_range_is_registered(const void *address, size_t bytes);
 /* Copies; a device's memory that was never written stays without pages. */
 void device_to_host(char *host, CUdeviceptr device, size_t bytes);

@@ -668,7 +668,7 @@ size_t events_outstanding(void) { return __atomic_load_n(&event_count, __ATOMIC_
 EXPORT CUresult cuMemcpyDtoHAsync_v2(void *host, CUdeviceptr device, size_t bytes, CUstream stream)
 {
     ENTER();
-    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes))
+    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes, 1))
         misuse("%s(%p, %#llx, %zu): outside of what is there", __func__, host, device, bytes);
     ask(stream, (struct operation){OUT, device, host, bytes, 0, delay, NULL}, __func__);
     return CUDA_SUCCESS;
@@ -677,7 +677,7 @@ EXPORT CUresult cuMemcpyDtoHAsync_v2(void *host, CUdeviceptr device, size_t byte
 EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void *host, size_t bytes, CUstream stream)
 {
     ENTER();
-    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes))
+    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes, 3))
         misuse("%s(%#llx, %p, %zu): outside of what is there", __func__, device, host, bytes);
     ask(stream, (struct operation){IN, device, (char *)host, bytes, 0, delay, NULL}, __func__);
     return CUDA_SUCCESS;
@@ -690,7 +690,7 @@ EXPORT CUresult double_launch(CUdeviceptr address, size_t bytes, int value, unsi
     CUcontext context = needed(__func__);
     if (context->launches == NULL)
         context->launches = stream_of(context);
-    if (!device_range_is_usable(address, bytes))
+    if (!device_range_is_usable(address, bytes, 3))
         misuse("an illegal address: %#llx, %zu bytes", address, bytes);
     ask(context->launches, (struct operation){FILL, address, NULL, bytes, value, microseconds, NULL}, __func__);
     return CUDA_SUCCESS;

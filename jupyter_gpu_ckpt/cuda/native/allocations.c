@@ -118,6 +118,43 @@ bool allocation_lookup(CUdeviceptr address, CUcontext *context)
     return found;
 }
 
+bool allocation_at(CUdeviceptr address, struct allocation *found)
+{
+    table_lock();
+    struct allocation *allocation = find(address);
+    bool exists = allocation != NULL && !allocation->freed;
+    if (exists)
+        *found = *allocation;
+    table_unlock();
+    return exists;
+}
+
+bool allocation_retire(CUdeviceptr address, struct allocation *retired)
+{
+    table_lock();
+    struct allocation *allocation = find(address);
+    bool exists = allocation != NULL && !allocation->freed;
+    if (exists) {
+        *retired = *allocation;
+        allocation->freed = allocation->retired = true;
+    }
+    table_unlock();
+    return exists;
+}
+
+bool allocation_reuse(CUdeviceptr address, size_t requested)
+{
+    table_lock();
+    struct allocation *allocation = find(address);
+    bool exists = allocation != NULL && allocation->retired;
+    if (exists) {
+        allocation->freed = allocation->retired = false;
+        allocation->requested = requested;
+    }
+    table_unlock();
+    return exists;
+}
+
 bool allocation_containing(CUdeviceptr address, struct allocation *found)
 {
     if (is_inert() || used == 0)
@@ -291,10 +328,10 @@ CUresult allocation_unmap(struct allocation *allocation)
     return release_handle(allocation);
 }
 
-CUdeviceptr allocation_create(size_t bytes)
+CUdeviceptr allocation_create(size_t bytes, unsigned pool)
 {
     const struct driver *cu = driver();
-    struct allocation allocation = {.offset = NOT_COPIED};
+    struct allocation allocation = {.offset = NOT_COPIED, .pool = pool};
     size_t grain;
     int devices;
     if (cu == NULL || cu->cuCtxGetCurrent(&allocation.context) != CUDA_SUCCESS || allocation.context == NULL ||
@@ -343,7 +380,7 @@ static bool remove_postponed(unsigned round, struct allocation *removed)
     bool found = false;
     table_lock();
     for (size_t at = 0; at < slots && !found; at++)
-        if (table[at].address != 0 && table[at].freed && table[at].examined != round) {
+        if (table[at].address != 0 && table[at].freed && !table[at].retired && table[at].examined != round) {
             remove_locked(&table[at], removed);
             removed->examined = round;
             found = true;
@@ -386,16 +423,18 @@ void allocations_doom(CUcontext context)
     table_unlock();
 }
 
-/* Remove a doomed allocation of the context, or, if it is to be kept, let it no longer be doomed. */
+/* Remove a doomed allocation of the context; or, if it is to be kept, let it no longer be doomed, and remove none. */
 static bool next_doomed(CUcontext context, bool keep, struct allocation *removed)
 {
     bool found = false;
+    removed->address = 0;
     table_lock();
     for (size_t at = 0; at < slots && !found; at++)
         if (table[at].address != 0 && table[at].doomed && table[at].context == context) {
-            if (keep)
+            if (keep || table[at].pool != 0) { /* a pool is the device's, not the context's */
                 table[at].doomed = false;
-            else
+                table[at].context = keep ? context : NULL;
+            } else
                 remove_locked(&table[at], removed);
             found = true;
         }
@@ -407,7 +446,7 @@ void allocations_of_destroyed(CUcontext context, bool destroyed)
 {
     struct allocation allocation;
     while (next_doomed(context, !destroyed, &allocation)) {
-        if (!destroyed)
+        if (allocation.address == 0)
             continue;
         postponed -= allocation.freed;
         allocation.doomed = allocation.freed = false; /* the event has gone with the context */

@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "pools.h"
 #include "serving.h"
 
 enum { RELAXED = 2 };                   /* a capture mode of a thread */
@@ -155,6 +156,7 @@ END(cuStreamEndCapture_ptsz, true)
     {                                                                                                                  \
         DRIVER_WITH(name);                                                                                             \
         forget(stream); /* and its capture, if there is one, ends */                                                   \
+        pools_forget_stream(stream);                                                                                   \
         return original->name(stream);                                                                                 \
     }
 DESTROY(cuStreamDestroy)

@@ -11,6 +11,7 @@
 #include "ipc.h"
 #include "launch_gate.h"
 #include "mappings.h"
+#include "pools.h"
 #include "table_lock.h"
 
 static atomic_bool inert;
@@ -26,6 +27,7 @@ static void in_child(void)
     control_in_child();
     allocations_in_child();
     mappings_in_child();
+    pools_in_child();
     table_unlock(); /* another thread of the parent may have been changing them */
     capture_in_child();
     driver_in_child();

@@ -6,6 +6,7 @@
 #include "driver.h"
 #include "managed.h"
 #include "mappings.h"
+#include "pools.h"
 
 static bool has_memory(void)
 {
@@ -14,12 +15,14 @@ static bool has_memory(void)
     return (count != 0 || mappings_have_context()) && !is_inert();
 }
 
-/* Memory that the program maps itself outlives a context. */
+/* Memory that the program maps itself, and memory of pools, outlive a context. */
 static void end(CUcontext context, bool destroyed)
 {
     allocations_of_destroyed(context, destroyed);
-    if (destroyed)
-        mappings_forget_context(context);
+    if (!destroyed)
+        return;
+    mappings_forget_context(context);
+    pools_forget_context(context);
 }
 
 static CUresult destroy(CUcontext context, CUresult (*original)(CUcontext))

@@ -343,7 +343,7 @@ static size_t with_memory(CUcontext *contexts)
     size_t slots, count = 0;
     struct allocation *table = allocations_table(&slots);
     for (size_t at = 0; at < slots && count <= MAX_CONTEXTS; at++)
-        if (table[at].address != 0)
+        if (table[at].address != 0 && table[at].context != NULL)
             count = add_context(contexts, count, table[at].context);
     for (CUdevice device = 0; device < MAX_DEVICES && count <= MAX_CONTEXTS; device++)
         if (mappings_context(device) != NULL)

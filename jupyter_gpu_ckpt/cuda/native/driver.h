@@ -14,6 +14,7 @@ typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
 typedef struct CUgraph_st *CUgraph;
 typedef struct CUgraphNode_st *CUgraphNode;
+typedef struct CUmemPoolHandle_st *CUmemoryPool;
 typedef unsigned long long CUdeviceptr;
 typedef unsigned long long CUmemGenericAllocationHandle;
 typedef struct {
@@ -54,6 +55,16 @@ typedef struct {
     CUmemLocation location;
     int flags; /* 3: read and write */
 } CUmemAccessDesc;
+
+typedef struct {
+    int allocType;
+    int handleTypes; /* 0: no other process can have it */
+    CUmemLocation location;
+    void *win32SecurityAttributes;
+    size_t maxSize; /* 0: as the driver likes */
+    unsigned short usage;
+    unsigned char reserved[54];
+} CUmemPoolProps;
 
 /* A part of a sparse array, and the memory that is to be behind it. */
 typedef struct {
@@ -116,6 +127,9 @@ enum {
 #define OPTIONAL_FUNCTIONS(F)                                                                                          \
     F(cuDevicePrimaryCtxGetState, (CUdevice, unsigned int *, int *))                                                   \
     F(cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice))                                                               \
+    F(cuDeviceGetDefaultMemPool, (CUmemoryPool *, CUdevice))                                                           \
+    F(cuDeviceGetMemPool, (CUmemoryPool *, CUdevice))                                                                  \
+    F(cuStreamGetCtx, (CUstream, CUcontext *))                                                                         \
     F(cuEventQuery, (CUevent))                                                                                         \
     F(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle *, void *, int))                                   \
     F(cuStreamIsCapturing, (CUstream, int *))                                                                          \
@@ -137,6 +151,10 @@ enum {
     F(cuIpcOpenMemHandle, 4010, (CUdeviceptr *, CUipcMemHandle, unsigned int))                                         \
     F(cuIpcOpenMemHandle_v2, 11000, (CUdeviceptr *, CUipcMemHandle, unsigned int))                                     \
     F(cuMemAlloc_v2, 3020, (CUdeviceptr *, size_t))                                                                    \
+    F(cuMemAllocAsync, 11020, (CUdeviceptr *, size_t, CUstream))                                                       \
+    F(cuMemAllocAsync_ptsz, 11020, (CUdeviceptr *, size_t, CUstream))                                                  \
+    F(cuMemAllocFromPoolAsync, 11020, (CUdeviceptr *, size_t, CUmemoryPool, CUstream))                                 \
+    F(cuMemAllocFromPoolAsync_ptsz, 11020, (CUdeviceptr *, size_t, CUmemoryPool, CUstream))                            \
     F(cuMemAllocManaged, 6000, (CUdeviceptr *, size_t, unsigned int))                                                  \
     F(cuMemAllocPitch_v2, 3020, (CUdeviceptr *, size_t *, size_t, size_t, unsigned int))                               \
     F(cuMemCreate, 10020,                                                                                              \
@@ -148,9 +166,15 @@ enum {
     F(cuMemGetAddressRange_v2, 3020, (CUdeviceptr *, size_t *, CUdeviceptr))                                           \
     F(cuMemGetAllocationPropertiesFromHandle, 10020, (CUmemAllocationProp *, CUmemGenericAllocationHandle))            \
     F(cuMemGetHandleForAddressRange, 11070, (void *, CUdeviceptr, size_t, int, unsigned long long))                    \
+    F(cuMemGetInfo_v2, 3020, (size_t *, size_t *))                                                                     \
     F(cuMemMap, 10020, (CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long))                \
     F(cuMemMapArrayAsync, 11010, (CUarrayMapInfo *, unsigned int, CUstream))                                           \
     F(cuMemMapArrayAsync_ptsz, 11010, (CUarrayMapInfo *, unsigned int, CUstream))                                      \
+    F(cuMemPoolCreate, 11020, (CUmemoryPool *, const CUmemPoolProps *))                                                \
+    F(cuMemPoolDestroy, 11020, (CUmemoryPool))                                                                         \
+    F(cuMemPoolGetAttribute, 11020, (CUmemoryPool, int, void *))                                                       \
+    F(cuMemPoolSetAttribute, 11020, (CUmemoryPool, int, void *))                                                       \
+    F(cuMemPoolTrimTo, 11020, (CUmemoryPool, size_t))                                                                  \
     F(cuMemRelease, 10020, (CUmemGenericAllocationHandle))                                                             \
     F(cuMemRetainAllocationHandle, 11000, (CUmemGenericAllocationHandle *, void *))                                    \
     F(cuMemSetAccess, 10020, (CUdeviceptr, size_t, const CUmemAccessDesc *, size_t))                                   \

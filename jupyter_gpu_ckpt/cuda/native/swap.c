@@ -41,8 +41,9 @@ CUresult swap_copy_out(void)
     struct allocation *table = allocations_table(&slots);
     for (size_t at = 0; at < slots; at++)
         if (table[at].address != 0) {
-            table[at].offset = table[at].shared ? NOT_COPIED : bytes;
-            bytes += table[at].shared ? 0 : table[at].bytes;
+            bool stays = table[at].shared || table[at].context == NULL;
+            table[at].offset = stays ? NOT_COPIED : bytes;
+            bytes += stays ? 0 : table[at].bytes;
         }
     bytes = mappings_plan(bytes);
     if (bytes == 0)

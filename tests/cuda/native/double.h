@@ -66,4 +66,5 @@ void double_hold(unsigned microseconds); /* what writers need */
 void double_end_capture(CUstream stream);
 int double_at_once(void); /* the most devices that copied at the same time */
 /* Work of the GPU: after ``microseconds`` each byte of the range becomes ``value``. */
+CUresult double_launch_on(CUstream stream, CUdeviceptr address, size_t bytes, int value, unsigned microseconds);
 CUresult double_launch(CUdeviceptr address, size_t bytes, int value, unsigned microseconds);

@@ -372,7 +372,7 @@ static void perform(const struct operation *operation, CUcontext context)
 static void *run(void *argument)
 {
     CUstream stream = argument;
-    pthread_setname_np(pthread_self(), "cuda-double");
+    pthread_setname_np(pthread_self(), "cuda-EvtHandlr");
     pthread_mutex_lock(&mutex);
     for (;;) {
         while (stream->first == NULL && !stream->ends)
@@ -483,6 +483,16 @@ EXPORT CUresult cuStreamSynchronize(CUstream stream)
     while (stream->done != stream->asked)
         pthread_cond_wait(&changed, &mutex);
     pthread_mutex_unlock(&mutex);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamGetCtx(CUstream stream, CUcontext *context)
+{
+    ENTER();
+    stream = actual(stream);
+    if (stream == NULL)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    *context = stream->context;
     return CUDA_SUCCESS;
 }
 
@@ -685,13 +695,16 @@ EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void *host, size_
 
 EXPORT void double_set_delay(unsigned microseconds) { delay = microseconds; }
 
-EXPORT CUresult double_launch(CUdeviceptr address, size_t bytes, int value, unsigned microseconds)
+EXPORT CUresult double_launch_on(CUstream stream, CUdeviceptr address, size_t bytes, int value, unsigned microseconds)
 {
-    CUcontext context = needed(__func__);
-    if (context->launches == NULL)
-        context->launches = stream_of(context);
     if (!device_range_is_usable(address, bytes, 3))
         misuse("an illegal address: %#llx, %zu bytes", address, bytes);
-    ask(context->launches, (struct operation){FILL, address, NULL, bytes, value, microseconds, NULL}, __func__);
+    ask(actual(stream), (struct operation){FILL, address, NULL, bytes, value, microseconds, NULL}, __func__);
     return CUDA_SUCCESS;
+}
+
+EXPORT CUresult double_launch(CUdeviceptr address, size_t bytes, int value, unsigned microseconds)
+{
+    needed(__func__);
+    return double_launch_on(NULL, address, bytes, value, microseconds);
 }

@@ -8,7 +8,7 @@
 
 #include "double.h"
 
-#define MOST 96
+#define MOST 128
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct {

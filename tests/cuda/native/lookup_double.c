@@ -9,7 +9,6 @@ enum { PER_THREAD = 2 };
 CUresult cuCtxSetCurrent(CUcontext);
 CUresult cuInit(unsigned int);
 CUresult cuDevicePrimaryCtxRetain(CUcontext *, CUdevice);
-CUresult cuMemGetInfo_v2(size_t *, size_t *);
 CUresult cuCtxGetCurrent(CUcontext *);
 CUresult cuCtxGetDevice(CUdevice *);
 CUresult cuCtxSynchronize(void);
@@ -35,6 +34,15 @@ static const struct {
     {"cuMemAllocPitch", 3020, false, cuMemAllocPitch_v2},
     {"cuMemFree", 3020, false, cuMemFree_v2},
     {"cuMemGetInfo", 3020, false, cuMemGetInfo_v2},
+    {"cuMemAllocAsync", 11020, false, cuMemAllocAsync},
+    {"cuMemAllocAsync", 11020, true, cuMemAllocAsync_ptsz},
+    {"cuMemAllocFromPoolAsync", 11020, false, cuMemAllocFromPoolAsync},
+    {"cuMemAllocFromPoolAsync", 11020, true, cuMemAllocFromPoolAsync_ptsz},
+    {"cuMemPoolCreate", 11020, false, cuMemPoolCreate},
+    {"cuMemPoolDestroy", 11020, false, cuMemPoolDestroy},
+    {"cuMemPoolGetAttribute", 11020, false, cuMemPoolGetAttribute},
+    {"cuMemPoolSetAttribute", 11020, false, cuMemPoolSetAttribute},
+    {"cuMemPoolTrimTo", 11020, false, cuMemPoolTrimTo},
     {"cuMemFreeAsync", 11020, false, cuMemFreeAsync},
     {"cuMemFreeAsync", 11020, true, cuMemFreeAsync_ptsz},
     {"cuMemGetAddressRange", 3020, false, cuMemGetAddressRange_v2},

@@ -24,7 +24,8 @@ struct range {
     struct memory *memory; /* of a mapping, */
     size_t offset;         /* in it, */
     unsigned char access[MOST_DEVICES];
-    CUcontext context; /* of an allocation */
+    CUcontext context; /* of an allocation, or */
+    CUmemoryPool pool;
     bool programs;     /* of a reservation: not the library's, which wants no alignment */
 };
 struct memory {
@@ -322,7 +323,8 @@ EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *han
 EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
 {
     ENTER();
-    if (handle == NULL || holding(&allocations, address, 1) == NULL)
+    struct range *found = handle != NULL ? holding(&allocations, address, 1) : NULL;
+    if (found == NULL || found->pool != NULL)
         return CUDA_ERROR_INVALID_VALUE;
     memset(handle, 1, sizeof *handle);
     return CUDA_SUCCESS;
@@ -496,6 +498,8 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
     return result;
 }
 
+static void count_in(CUmemoryPool pool, size_t bytes);
+
 static CUresult free_allocation(CUdeviceptr address)
 {
     pthread_mutex_lock(&mutex);
@@ -505,6 +509,8 @@ static CUresult free_allocation(CUdeviceptr address)
         return CUDA_ERROR_INVALID_VALUE;
     }
     used -= found->bytes;
+    if (found->pool != NULL)
+        count_in(found->pool, -found->bytes);
     drop(&allocations, address);
     pthread_mutex_unlock(&mutex);
     free((void *)address);
@@ -543,6 +549,174 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
 EXPORT CUresult cuMemAllocManaged(CUdeviceptr *address, size_t bytes, unsigned int flags)
 {
     return flags == 1 || flags == 2 ? cuMemAlloc_v2(address, bytes) : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* -- pools: of allocations that are given back to the device at once */
+
+struct CUmemPoolHandle_st {
+    CUmemPoolProps properties;
+    unsigned long long attributes[9];
+    unsigned char access[MOST_DEVICES];
+    bool destroyed;
+};
+enum { RELEASE_THRESHOLD = 4, RESERVED, RESERVED_HIGH, USED, USED_HIGH };
+
+static CUmemoryPool standard_pools[MOST_DEVICES], current_pools[MOST_DEVICES];
+
+static CUmemoryPool make_pool(const CUmemPoolProps *wanted)
+{
+    CUmemoryPool pool = calloc(1, sizeof *pool);
+    pool->properties = *wanted;
+    pool->attributes[1] = pool->attributes[2] = pool->attributes[3] = 1;
+    return pool;
+}
+
+static CUmemoryPool pool_of(CUmemoryPool *pools, CUdevice device)
+{
+    CUmemPoolProps wanted = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED,
+                             .location = {CU_MEM_LOCATION_TYPE_DEVICE, device}};
+    pthread_mutex_lock(&mutex);
+    if (standard_pools[device] == NULL)
+        standard_pools[device] = current_pools[device] = make_pool(&wanted);
+    CUmemoryPool pool = pools[device];
+    pthread_mutex_unlock(&mutex);
+    return pool;
+}
+
+EXPORT CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *pool, CUdevice device)
+{
+    ENTER();
+    if (device < 0 || device >= device_count())
+        return CUDA_ERROR_INVALID_DEVICE;
+    *pool = pool_of(standard_pools, device);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceGetMemPool(CUmemoryPool *pool, CUdevice device)
+{
+    ENTER();
+    if (device < 0 || device >= device_count())
+        return CUDA_ERROR_INVALID_DEVICE;
+    *pool = pool_of(current_pools, device);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceSetMemPool(CUdevice device, CUmemoryPool pool)
+{
+    ENTER();
+    if (device < 0 || device >= device_count() || pool->properties.location.id != device)
+        return CUDA_ERROR_INVALID_VALUE;
+    pool_of(current_pools, device);
+    current_pools[device] = pool;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *wanted)
+{
+    ENTER();
+    if (wanted->allocType != CU_MEM_ALLOCATION_TYPE_PINNED || wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
+        wanted->location.id < 0 || wanted->location.id >= device_count())
+        return CUDA_ERROR_INVALID_VALUE;
+    *pool = make_pool(wanted);
+    return CUDA_SUCCESS;
+}
+
+/* It is never freed, so that its handle is no other's. */
+EXPORT CUresult cuMemPoolDestroy(CUmemoryPool pool)
+{
+    ENTER();
+    for (size_t device = 0; device < MOST_DEVICES; device++)
+        if (standard_pools[device] == pool)
+            return CUDA_ERROR_INVALID_VALUE;
+    for (size_t device = 0; device < MOST_DEVICES; device++)
+        if (current_pools[device] == pool)
+            current_pools[device] = standard_pools[device];
+    pool->destroyed = true;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep)
+{
+    ENTER();
+    (void)keep;
+    return pool->destroyed ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+static size_t value_size(int attribute) { return attribute < RELEASE_THRESHOLD ? sizeof(int) : sizeof(long long); }
+
+EXPORT CUresult cuMemPoolGetAttribute(CUmemoryPool pool, int attribute, void *value)
+{
+    ENTER();
+    if (pool->destroyed || attribute < 1 || attribute > USED_HIGH)
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&mutex);
+    memcpy(value, &pool->attributes[attribute], value_size(attribute));
+    pthread_mutex_unlock(&mutex);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemPoolSetAttribute(CUmemoryPool pool, int attribute, void *value)
+{
+    ENTER();
+    if (pool->destroyed || attribute < 1 || attribute > USED_HIGH || attribute == RESERVED || attribute == USED)
+        return CUDA_ERROR_INVALID_VALUE;
+    unsigned long long wanted = 0;
+    memcpy(&wanted, value, value_size(attribute));
+    if (attribute > RELEASE_THRESHOLD && wanted != 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&mutex);
+    pool->attributes[attribute] = attribute > RELEASE_THRESHOLD ? pool->attributes[attribute - 1] : wanted;
+    pthread_mutex_unlock(&mutex);
+    return CUDA_SUCCESS;
+}
+
+static void count_in(CUmemoryPool pool, size_t bytes)
+{
+    for (int attribute = RESERVED; attribute <= USED; attribute += 2) {
+        unsigned long long now = pool->attributes[attribute] += bytes, *high = &pool->attributes[attribute + 1];
+        *high = now > *high ? now : *high;
+    }
+}
+
+/* At once: whatever has used the memory before is done when it is freed here. */
+EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUmemoryPool pool, CUstream stream)
+{
+    ENTER();
+    (void)stream;
+    void *memory = NULL;
+    if (current_context() == NULL)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (address == NULL || bytes == 0 || pool == NULL || pool->destroyed)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+    pthread_mutex_lock(&mutex);
+    if (bytes <= capacity - used && posix_memalign(&memory, 512, bytes) == 0) {
+        *address = (uintptr_t)memory;
+        used += bytes;
+        count_in(pool, bytes);
+        add(&allocations, (struct range){.address = *address, .bytes = bytes, .pool = pool});
+        result = CUDA_SUCCESS;
+    }
+    pthread_mutex_unlock(&mutex);
+    return result;
+}
+
+EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *address, size_t bytes, CUmemoryPool pool, CUstream stream)
+{
+    return cuMemAllocFromPoolAsync(address, bytes, pool, stream == NULL ? (CUstream)2 : stream);
+}
+
+EXPORT CUresult cuMemAllocAsync(CUdeviceptr *address, size_t bytes, CUstream stream)
+{
+    ENTER();
+    if (current_context() == NULL)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    return cuMemAllocFromPoolAsync(address, bytes, pool_of(current_pools, device_of(current_context())), stream);
+}
+
+EXPORT CUresult cuMemAllocAsync_ptsz(CUdeviceptr *address, size_t bytes, CUstream stream)
+{
+    return cuMemAllocAsync(address, bytes, stream == NULL ? (CUstream)2 : stream);
 }
 
 /* Waits, which the real one does not. */
@@ -605,7 +779,7 @@ EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdevi
 
 EXPORT CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address)
 {
-    enum { CONTEXT = 1, MEMORY_TYPE, DEVICE_POINTER, IS_MANAGED = 8, DEVICE_ORDINAL, RANGE_START = 11, RANGE_SIZE };
+    enum { CONTEXT = 1, MEMORY_TYPE, DEVICE_POINTER, IS_MANAGED = 8, DEVICE_ORDINAL, RANGE_START = 11, RANGE_SIZE, MEMPOOL = 17 };
     ENTER();
     struct range range;
     if (data == NULL || !described(address, &range))
@@ -624,7 +798,12 @@ EXPORT CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr add
         *(unsigned *)data = 0;
         return CUDA_SUCCESS;
     case DEVICE_ORDINAL:
-        *(int *)data = range.memory != NULL ? range.memory->device : device_of(range.context);
+        *(int *)data = range.memory != NULL ? range.memory->device
+                       : range.pool != NULL ? range.pool->properties.location.id
+                                            : device_of(range.context);
+        return CUDA_SUCCESS;
+    case MEMPOOL:
+        *(CUmemoryPool *)data = range.pool;
         return CUDA_SUCCESS;
     case RANGE_START:
         *(CUdeviceptr *)data = range.address;

@@ -103,9 +103,23 @@ static int unmap_memory(void *address, size_t bytes)
 
 /* -- memory with contents that tell where they belong */
 
-/* How it is asked for: of the runtime, of the driver, mapped, and mapped with a handle that is released at once. */
-enum api { RUNTIME, BY_DRIVER, MAPPED, RELEASED, APIS };
-static const char *const apis[APIS] = {"cuda", "cu", "map", "released"};
+static int alloc_in_order(void **address, size_t bytes)
+{
+    CUdeviceptr made = 0;
+    int result = DRIVER(CUresult, cuMemAllocAsync, CUdeviceptr *, size_t, CUstream)(&made, bytes, NULL);
+    *address = (void *)made;
+    return result;
+}
+
+static int driver_free_in_order(void *address)
+{
+    return DRIVER(CUresult, cuMemFreeAsync, CUdeviceptr, CUstream)((CUdeviceptr)address, NULL);
+}
+
+/* How it is asked for: of the runtime, of the driver, mapped, mapped with a handle that is released at once, and in the
+ * order of the default stream. */
+enum api { RUNTIME, BY_DRIVER, MAPPED, RELEASED, ORDERED, APIS };
+static const char *const apis[APIS] = {"cuda", "cu", "map", "released", "async"};
 
 struct held {
     unsigned char *memory;
@@ -144,6 +158,7 @@ static int obtain(struct held *held, size_t bytes, enum api api, size_t step, un
     CUmemGenericAllocationHandle handle = 0;
     int result = api == RUNTIME     ? cudaMalloc(&memory, bytes)
                  : api == BY_DRIVER ? driver_alloc(&memory, bytes)
+                 : api == ORDERED   ? alloc_in_order(&memory, bytes)
                                     : map_memory(&memory, bytes, &handle);
     if (result == 0 && api == RELEASED)
         result = release_memory(handle);
@@ -154,15 +169,11 @@ static int obtain(struct held *held, size_t bytes, enum api api, size_t step, un
     return 0;
 }
 
-static int driver_free_in_order(void *address)
-{
-    return DRIVER(CUresult, cuMemFreeAsync, CUdeviceptr, CUstream)((CUdeviceptr)address, NULL);
-}
-
 static int give_back(struct held *held)
 {
     int result = held->api == RUNTIME     ? cudaFree(held->memory)
                  : held->api == BY_DRIVER ? driver_free(held->memory)
+                 : held->api == ORDERED   ? driver_free_in_order(held->memory)
                                           : unmap_memory(held->memory, held->bytes);
     if (result == 0 && held->api == MAPPED)
         result = release_memory(held->handle);
@@ -236,7 +247,7 @@ static void alloc(const char *words)
     int chosen = 0;
     size_t count, bytes;
     if (sscanf(words, "%zu %zu %15s %7s", &count, &bytes, api, density) != 4) {
-        puts("how many, bytes, cuda|cu|map|released, full|sparse");
+        puts("how many, bytes, cuda|cu|map|released|async, full|sparse");
         return;
     }
     while (chosen < APIS - 1 && strcmp(api, apis[chosen]) != 0)
@@ -448,6 +459,10 @@ static void perform(char *line)
         fflush(stdout);
         if (system(words) != 0)
             exit(3);
+    } else if (strcmp(line, "trim") == 0) {
+        CUmemoryPool pool = NULL;
+        DRIVER(CUresult, cuDeviceGetDefaultMemPool, CUmemoryPool *, CUdevice)(&pool, 0);
+        printf("%d\n", DRIVER(CUresult, cuMemPoolTrimTo, CUmemoryPool, size_t)(pool, 0));
     } else if (strcmp(line, "memory") == 0) {
         size_t free_bytes, all;
         result = cudaMemGetInfo(&free_bytes, &all);

@@ -46,8 +46,8 @@ def retry(subject: Subject, control: Control) -> None:
 
 
 @pytest.fixture(
-    params=[(1, "cuda"), (2, "cuda"), (1, "map"), (2, "map"), (1, "released")],
-    ids=["one device", "two devices", "mapped", "mapped, two devices", "handles released"],
+    params=[(1, "cuda"), (2, "cuda"), (1, "map"), (2, "map"), (1, "released"), (1, "async")],
+    ids=["one device", "two devices", "mapped", "mapped, two devices", "handles released", "in order"],
 )
 def filled(request, programs, doubles):
     """A subject with a block of each of the `SIZES`, on as many devices, allocated in one way."""

@@ -2,57 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
-from programs import HERE, Programs
-from subject import MIB, PATIENCE, SOCKET_VARIABLE, Control
+from subject import MIB, Ask, Control, asking
 from waiting import until
 
+PROGRAM = "virtual_memory.py"
 GRAIN = 2 * MIB
 INVALID = 1
 OUT_OF_MEMORY = 2
 NOT_READY = 600
 
-Ask = Callable[[str], Any]
-
-
-@contextlib.contextmanager
-def program(programs: Programs, doubles: Path, socket: Path | None, **variables: str) -> Iterator[Ask]:
-    """Run `virtual_memory.py`, with the library if ``socket`` is given; nothing may be wrong at its end."""
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(doubles), **variables}
-    if socket is not None:
-        environment |= {"LD_PRELOAD": str(programs.library), SOCKET_VARIABLE: str(socket)}
-    command = [sys.executable, str(HERE / "virtual_memory.py")]
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None and process.stdout is not None
-
-    def ask(expression: str) -> Any:
-        print(expression, file=process.stdin, flush=True)
-        line = process.stdout.readline()
-        assert line, f"{expression}: {process.communicate(timeout=PATIENCE)[1]}"
-        return eval(line)
-
-    try:
-        yield ask
-        assert process.communicate(timeout=PATIENCE) == ("", "")
-        assert process.returncode == 0
-    finally:
-        process.kill()
-        process.communicate()
-
 
 @pytest.fixture
 def ask(programs, doubles, runtime_base):
-    with program(programs, doubles, runtime_base / "fast") as ask:
+    with asking(programs, doubles, PROGRAM, runtime_base / "fast") as ask:
         yield ask
 
 
@@ -67,7 +30,7 @@ def control(ask, runtime_base):
 @pytest.fixture
 def devices(programs, doubles, runtime_base):
     """The same of a machine with three devices."""
-    with program(programs, doubles, runtime_base / "fast", DOUBLE_DEVICES="3") as ask:
+    with asking(programs, doubles, PROGRAM, runtime_base / "fast", DOUBLE_DEVICES="3") as ask:
         assert ask("create('first')") == ask("release('first')") == 0
         until((runtime_base / "fast").exists, "the library listens")
         with Control(runtime_base / "fast") as control:
@@ -301,7 +264,7 @@ SAME = [
 def test_results_and_errors_are_the_drivers(programs, doubles, runtime_base):
     answers = []
     for socket in (None, runtime_base / "fast"):
-        with program(programs, doubles, socket) as ask:
+        with asking(programs, doubles, PROGRAM, socket) as ask:
             answers.append([ask(line) for line in SAME])
     assert (runtime_base / "fast").exists()
     assert answers[0] == answers[1]

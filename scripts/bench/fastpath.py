@@ -2,8 +2,8 @@
 
 For each size a kernel with the library, one that is suspended warm besides (``warm_suspend``), and one without the
 library (``fast_path=off``) hold the same tensors and are suspended and resumed; with ``--kinds`` also kernels that get
-their memory in other ways (PyTorch's expandable segments, JAX); each figure is the median of `ROUNDS`.
-"GPU free" counts from the request to the moment at which the GPU has none of it (warm: none of the tensors), with
+their memory in other ways (PyTorch's expandable segments and cudaMallocAsync backend, JAX).  Each figure is the median
+of `ROUNDS`.  "GPU free" counts from the request to the moment at which the GPU has none of it (warm: none of the tensors), with
 everything the kernel is asked before; "back" to the moment at which the kernel runs.  Then the steady state: a training
 step, and a loop that allocates, in both kernels in turns.  At last the whole way to the disk and back of `TO_DISK` GiB,
 beside what that disk writes and reads by itself; and another checkpoint after a twentieth of the tensors has changed.
@@ -78,6 +78,13 @@ KINDS = {
     "library": _library(),
     "warm": Kind({"fast_path": "auto", "warm_suspend": True}),
     "driver": Kind({"fast_path": "off"}, rounds=DRIVER_ROUNDS, most=DRIVER_MOST),
+    "async": _library(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync"),
+    "async-driver": Kind(
+        {"fast_path": "off"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
+        rounds=DRIVER_ROUNDS,
+        most=DRIVER_MOST,
+    ),
     "expandable": _library(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
     "jax": _library(FILL_JAX, XLA_PYTHON_CLIENT_PREALLOCATE="false"),
 }
@@ -179,7 +186,7 @@ async def sizes(place: Path, base: Path, wanted: list[int], kinds: list[str]) ->
             figures = found[f"{gib} {name}"]
             line = "  ".join(f"{key} {statistics.median(figures[key]):.3f} s" for key in ("free", "back", "resumed"))
             print(
-                f"{gib:4} GiB  {name:10} {line}  host memory - device memory {figures['host_over'] / 2**20:.0f} MiB",
+                f"{gib:4} GiB  {name:12} {line}  host memory - device memory {figures['host_over'] / 2**20:.0f} MiB",
                 flush=True,
             )
             print("     ", " ".join(f"{step} {seconds:.3f}" for step, seconds in figures["steps"].items()), flush=True)

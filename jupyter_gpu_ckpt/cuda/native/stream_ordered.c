@@ -73,10 +73,13 @@ static CUdeviceptr serve_in_order(size_t bytes, CUmemoryPool pool, CUstream stre
         if (result != CUDA_SUCCESS)                                                                                    \
             return result;                                                                                             \
         CUdeviceptr served = address != NULL ? serve_in_order(bytes, NULL, stream, per_thread) : 0;                    \
-        if (served == 0)                                                                                               \
-            return original->name(address, bytes, stream);                                                             \
-        *address = served;                                                                                             \
-        return CUDA_SUCCESS;                                                                                           \
+        if (served != 0)                                                                                               \
+            *address = served;                                                                                         \
+        else                                                                                                           \
+            do                                                                                                         \
+                result = original->name(address, bytes, stream);                                                       \
+            while (result == CUDA_ERROR_OUT_OF_MEMORY && collect_freed(true));                                         \
+        return result;                                                                                                 \
     }
 ALLOCATE(cuMemAllocAsync, false)
 ALLOCATE(cuMemAllocAsync_ptsz, true)
@@ -91,10 +94,13 @@ ALLOCATE(cuMemAllocAsync_ptsz, true)
         CUdeviceptr served = 0;                                                                                        \
         if (address != NULL && pool != NULL)                                                                           \
             served = serve_in_order(bytes, pool, stream, per_thread);                                                  \
-        if (served == 0)                                                                                               \
-            return original->name(address, bytes, pool, stream);                                                       \
-        *address = served;                                                                                             \
-        return CUDA_SUCCESS;                                                                                           \
+        if (served != 0)                                                                                               \
+            *address = served;                                                                                         \
+        else                                                                                                           \
+            do                                                                                                         \
+                result = original->name(address, bytes, pool, stream);                                                 \
+            while (result == CUDA_ERROR_OUT_OF_MEMORY && collect_freed(true));                                         \
+        return result;                                                                                                 \
     }
 ALLOCATE_FROM_POOL(cuMemAllocFromPoolAsync, false)
 ALLOCATE_FROM_POOL(cuMemAllocFromPoolAsync_ptsz, true)

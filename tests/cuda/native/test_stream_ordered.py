@@ -125,6 +125,13 @@ def test_with_too_little_memory_blocks_are_given_back(ask):
     assert ask("mapped(), free('b', 't'), __import__('virtual_memory').alloc('c', 9), wait()") == (1, 0, 0, 0)
 
 
+@pytest.mark.parametrize("call", ["alloc('c', 0.25, 't')", "alloc('c', 0.25, 't', 'standard')"])
+def test_the_drivers_own_allocations_get_the_memory_of_blocks(ask, call):
+    ask(f"room({4 * GRAIN})")
+    assert ask("alloc('a', 4, 's'), launch('s', 'a', 1, 100), free('a', 's'), mapped()") == (0, 0, 0, 1)
+    assert ask(f"{call}, mapped(), wait()") == (0, 0, 0)
+
+
 def test_what_the_driver_serves(ask, control):
     """Small memory, pools that another process could have, streams of other contexts, and during a capture."""
     assert ask("alloc('small', 0.25, 's'), pool('shared', exportable=True), alloc('a', 2, 's', 'shared')") == (0, 0, 0)

@@ -2,11 +2,12 @@
 
 For each size a kernel with the library, one that is suspended warm besides (``warm_suspend``), and one without the
 library (``fast_path=off``) hold the same tensors and are suspended and resumed; with ``--kinds`` also kernels that get
-their memory in other ways (PyTorch's expandable segments and cudaMallocAsync backend, JAX).  Each figure is the median
-of `ROUNDS`.  "GPU free" counts from the request to the moment at which the GPU has none of it (warm: none of the tensors), with
-everything the kernel is asked before; "back" to the moment at which the kernel runs.  Then the steady state: a training
-step, and a loop that allocates, in both kernels in turns.  At last the whole way to the disk and back of `TO_DISK` GiB,
-beside what that disk writes and reads by itself; and another checkpoint after a twentieth of the tensors has changed.
+their memory in other ways (PyTorch's expandable segments and cudaMallocAsync backend, JAX). Each figure is the median
+of `ROUNDS`. "GPU free" counts from the request to the moment at which the GPU has none of it (warm: none of the
+tensors), with everything the kernel is asked before; "back" to the moment at which the kernel runs. Then the steady
+state: a training step, and a loop that allocates, in both kernels in turns. At last the whole way to the disk and
+back of `TO_DISK` GiB, beside what that disk writes and reads by itself; and another checkpoint after a twentieth of
+the tensors has changed.
 Writes ``fastpath-bench.json`` below ``$OUT`` when that is set.
 """
 

@@ -55,6 +55,7 @@ void double_set_bytes(size_t bytes);             /* of the device */
 void double_set_delay(unsigned microseconds);    /* of each copy on a stream */
 /* Calls ``nth`` (1: the next) and, if ``lasting``, all later ones of the function fail; 0: none; "*": any function. */
 void double_fail(const char *function, long nth, bool lasting, CUresult result);
+void double_slow(const char *function, unsigned microseconds); /* the next call of it */
 long double_calls(const char *function);         /* since the last double_fail */
 const char *double_called(size_t index);         /* names, until NULL */
 CUresult double_primary_context(CUcontext *);

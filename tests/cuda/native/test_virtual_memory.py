@@ -237,6 +237,31 @@ def test_calls_wait_while_memory_is_swapped_out(ask, control):
     assert ask("holds('b'), access_of('b'), release('x'), outstanding()[0]") == (4, (0, 1), 0, GRAIN)
 
 
+@pytest.mark.parametrize(
+    ("function", "call", "after"),
+    [
+        ("cuMemUnmap", "unmap('a')", "map('a', 'x'), access('a'), holds('a')"),
+        ("cuMemMap", "map('c', 'x')", "access('c'), fill('a', 0, 3), holds('c')"),
+        ("cuMemSetAccess", "access('a', 0, 1, READ)", "access_of('a')[1] - 1, None, holds('a')"),
+        ("cuMemRelease", "release('x')", "access('a'), None, holds('a')"),
+        ("cuMemGetAllocationPropertiesFromHandle", "properties('x')[0]", "access('a'), None, holds('a')"),
+    ],
+)
+def test_memory_that_a_call_is_using_is_the_drivers(ask, control, function, call, after):
+    """The driver's handle, or the mapping, that the call was begun with must be there until its end."""
+    assert ask("mapped('a', 'x', 3), mapped('b', 'y', 4), reserve('c', 1)") == (0, 0, 0)
+    ask(f"slow({function!r}, 1000), later({call!r}), __import__('time').sleep(0.1)")
+    control.must("copy_out")
+    assert control.ask("free")["swapped_out"] == GRAIN
+    until(lambda: ask("results") == [0], "the call has ended")
+    control.must("swap_in")
+    assert ask("holds('b')") == 4
+    assert ask(after) in ((0, 0, 3), (0, None, 3))
+    assert control.ask("status")["bytes"] == 2 * GRAIN
+    control.must("copy_out", "free", "swap_in")
+    assert ask("holds('a'), holds('b')") == (3, 4)
+
+
 def test_a_swap_during_a_capture_is_refused_and_does_not_end_it(ask, control):
     assert ask("mapped('a', 'x', 3), begin_capture()") == (0, 0)
     answer = control.ask("copy_out")

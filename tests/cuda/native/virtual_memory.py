@@ -250,6 +250,11 @@ def fail(function: str, nth: int, result: int = 999) -> None:
     cu.double_fail(function.encode(), ctypes.c_long(nth), False, result)
 
 
+def slow(function: str, milliseconds: int) -> None:
+    """Let the next call of a function take so long."""
+    cu.double_slow(function.encode(), ctypes.c_uint(milliseconds * 1000))
+
+
 def room(size: int) -> None:
     cu.double_set_bytes(Size(size))
 

@@ -469,8 +469,7 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
     stream->ends = true;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
-    pthread_join(stream->thread, NULL);
-    free(stream);
+    pthread_join(stream->thread, NULL); /* events of it still exist, so it is not freed */
     __atomic_sub_fetch(&stream_count, 1, __ATOMIC_RELAXED);
     return CUDA_SUCCESS;
 }
@@ -535,7 +534,8 @@ EXPORT CUresult cuEventSynchronize(CUevent event)
     pthread_mutex_lock(&mutex);
     if (event->stream == NULL)
         misuse("cuEventSynchronize: never recorded");
-    place(event->context, event->stream, __func__);
+    if (!event->stream->ends)
+        place(event->context, event->stream, __func__);
     while (event->stream->done < event->asked)
         pthread_cond_wait(&changed, &mutex);
     pthread_mutex_unlock(&mutex);

@@ -87,7 +87,7 @@ def test_a_threads_own_stream_is_another_one_in_each_thread(ask, stream):
     assert ask(f"alloc('b', 2, '{stream}', per_thread={ptsz}), same('a', 'b'), wait()") == (0, False, 0)
 
 
-def test_a_streams_number_may_be_another_ones_later(ask):
+def test_a_block_that_was_freed_on_a_stream_that_has_ended(ask):
     assert ask("stream('u'), alloc('a', 2, 'u'), launch('s', 'a', 1, 200), free('a', 'u')") == (0, 0, 0, 0)
     assert ask("end_stream('u'), free('a', 's')") == (0, INVALID)
     assert ask("wait(), alloc('b', 2, 's'), same('a', 'b')") == (0, 0, True)

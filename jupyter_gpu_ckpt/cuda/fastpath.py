@@ -193,7 +193,7 @@ class FastPath:
             return ""
         if others < max(MUCH, on_device // 2):
             return ""
-        return f"{size(others)} are not from cudaMalloc (PyTorch: expandable_segments), or in small allocations"
+        return f"{size(others)} are shared with others, or in small allocations"
 
     def swapped_out(self) -> bool:
         """Return whether allocations are in host memory, so that the kernel's threads must not run.

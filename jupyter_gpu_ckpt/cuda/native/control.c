@@ -41,6 +41,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "capture.h"
 #include "child.h"
 #include "copies.h"
 #include "host_memory.h"
@@ -50,6 +51,7 @@
 #include "published.h"
 #include "rwlock_release.h"
 #include "swap.h"
+#include "table_lock.h"
 #include "workers.h"
 
 #ifndef CONTROL_VERSION /* of another release, in tests */
@@ -164,8 +166,9 @@ static CUresult perform(const char *verb, int *descriptor)
                                                             : NULL;
     if (step == NULL)
         return strcmp(verb, "status") == 0 ? CUDA_SUCCESS : perform_at_gate(verb, CUDA_ERROR_INVALID_VALUE);
-    bool locked = allocations_lock();
-    CUresult result = !locked ? CUDA_ERROR_NOT_READY : step != swap_free_device ? copies_dry_run() : CUDA_SUCCESS;
+    bool locked = table_lock_for_swap();
+    bool ready = locked && (step != swap_copy_out || !capture_has_begun()); /* waiting for work would end a capture */
+    CUresult result = !ready ? CUDA_ERROR_NOT_READY : step != swap_free_device ? copies_dry_run() : CUDA_SUCCESS;
     publish(swap_amounts().swapped_out != 0 || step == swap_free_device);
     if (result == CUDA_SUCCESS)
         result = step();
@@ -174,7 +177,7 @@ static CUresult perform(const char *verb, int *descriptor)
         rwlock_restore();
     publish(swapped_out);
     if (locked)
-        allocations_unlock();
+        table_unlock();
     if (step == swap_in && result == CUDA_SUCCESS)
         launch_gate_open();
     return result;

@@ -3,13 +3,21 @@
 #define _GNU_SOURCE
 #include "allocations.h"
 #include "driver.h"
+#include "pools.h"
 
 /* CUpointer_attribute */
-enum { CONTEXT = 1, RANGE_START_ADDR = 11, RANGE_SIZE = 12 };
+enum { CONTEXT = 1, RANGE_START_ADDR = 11, RANGE_SIZE = 12, MEMPOOL_HANDLE = 17 };
 
 static bool differs(int attribute)
 {
-    return attribute == CONTEXT || attribute == RANGE_START_ADDR || attribute == RANGE_SIZE;
+    return attribute == CONTEXT || attribute == RANGE_START_ADDR || attribute == RANGE_SIZE ||
+           attribute == MEMPOOL_HANDLE;
+}
+
+/* Memory of a pool belongs to no context, as the mapped memory that it is here, and other memory to no pool. */
+static bool is_own(int attribute, const struct allocation *allocation)
+{
+    return attribute != (allocation->pool != 0 ? CONTEXT : MEMPOOL_HANDLE);
 }
 
 static void tell(void *data, int attribute, const struct allocation *allocation)
@@ -18,6 +26,8 @@ static void tell(void *data, int attribute, const struct allocation *allocation)
         *(CUcontext *)data = allocation->context;
     else if (attribute == RANGE_START_ADDR)
         *(CUdeviceptr *)data = allocation->address;
+    else if (attribute == MEMPOOL_HANDLE)
+        *(CUmemoryPool *)data = pools_handle(allocation->pool);
     else
         *(size_t *)data = allocation->requested;
 }
@@ -28,7 +38,8 @@ CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address)
     struct allocation allocation;
     if (original == NULL || original->cuPointerGetAttribute == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
-    if (data == NULL || !differs(attribute) || !allocation_containing(address, &allocation))
+    if (data == NULL || !differs(attribute) || !allocation_containing(address, &allocation) ||
+        !is_own(attribute, &allocation))
         return original->cuPointerGetAttribute(data, attribute, address);
     tell(data, attribute, &allocation);
     return CUDA_SUCCESS;
@@ -46,7 +57,7 @@ CUresult cuPointerGetAttributes(unsigned int count, int *attributes, void **data
         if (differs(attributes[at])) {
             is_served = is_known ? is_served : allocation_containing(address, &allocation);
             is_known = true;
-            if (is_served)
+            if (is_served && is_own(attributes[at], &allocation))
                 tell(data[at], attributes[at], &allocation);
         }
     return result;
@@ -67,16 +78,4 @@ CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdeviceptr a
     if (bytes != NULL)
         *bytes = allocation.requested;
     return CUDA_SUCCESS;
-}
-
-/* Memory of cuMemAlloc has no handle. */
-CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *address)
-{
-    const struct driver *original = any_driver();
-    struct allocation allocation;
-    if (original == NULL || original->cuMemRetainAllocationHandle == NULL)
-        return CUDA_ERROR_NOT_INITIALIZED;
-    if (allocation_containing((CUdeviceptr)address, &allocation))
-        return CUDA_ERROR_INVALID_VALUE;
-    return original->cuMemRetainAllocationHandle(handle, address);
 }

@@ -41,7 +41,7 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
     if (original == NULL || original->cuIpcGetMemHandle == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
     if (handle == NULL || original->cuMemExportToShareableHandle == NULL ||
-        !allocation_containing(address, &allocation) || own_process() == 0)
+        !allocation_containing(address, &allocation) || allocation.pool != 0 || own_process() == 0)
         return original->cuIpcGetMemHandle(handle, address);
     struct handle ours = {.process = own_process(),
                           .number = allocation_share(allocation.address),

@@ -132,6 +132,6 @@ def frozen(kernel: Kernel) -> bool:
     states = {}
     for task in Path(f"/proc/{kernel.pid}/task").iterdir():
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        if not name.startswith(("gpu-ckpt", "cuda-double", "cuda0000000d00e")):
+        if not name.startswith(("gpu-ckpt", "cuda-EvtHandlr", "cuda0000000d00e")):
             states[task.name] = rest.split()[0]
     return set(states.values()) == {"t"}

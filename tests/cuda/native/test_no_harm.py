@@ -73,7 +73,7 @@ def must_be_the_same(
 
 @pytest.fixture(scope="module")
 def results(programs, doubles, tmp_path_factory):
-    """Run all programs of `no_harm.py` in one process, in one of the ways; return the lines of each, stderr, exit code."""
+    """Run all programs of `no_harm.py` in one process; return each one's lines, what was on stderr, the exit code."""
     directory = tmp_path_factory.mktemp("s")
 
     @functools.cache

@@ -1,4 +1,4 @@
-"""What notebooks do with frameworks that the library must not disturb; prints all that they see.
+"""Uses of frameworks in notebooks that the library must not disturb; print all that they see.
 
 Run as ``python no_harm_frameworks.py PROGRAM ...``, with and without the library; the output must be the same.
 """

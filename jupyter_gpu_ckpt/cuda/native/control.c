@@ -45,6 +45,7 @@
 #include "child.h"
 #include "copies.h"
 #include "host_memory.h"
+#include "instruments.h"
 #include "ipc.h"
 #include "launch_gate.h"
 #include "managed.h"
@@ -286,13 +287,27 @@ static void serve(void)
     swap_discard_copy();
 }
 
-static void *listen_forever(void *argument)
+/* Whether a descriptor still is of this library's socket: a program may close all that it has not opened itself, as
+ * daemons do, and open files of its own under their numbers.  By its name, which is the same after a restore. */
+static bool is_own_socket(int descriptor)
+{
+    struct sockaddr_un found = {.sun_family = AF_UNSPEC};
+    socklen_t size = sizeof found;
+    return descriptor >= 0 && getsockname(descriptor, (struct sockaddr *)&found, &size) == 0 &&
+           found.sun_family == AF_UNIX && strncmp(found.sun_path, name.sun_path, sizeof found.sun_path) == 0;
+}
+
+static void *listen_while_open(void *argument)
 {
     (void)argument;
     pthread_setname_np(pthread_self(), "gpu-ckpt-fast");
     publish(false);
     for (;;) {
         wait_readable(atomic_load(&listener));
+        if (!is_own_socket(atomic_load(&listener))) {
+            atomic_store(&listening, -1);
+            return NULL;
+        }
         int connection = accept4(atomic_load(&listener), NULL, NULL, SOCK_CLOEXEC);
         if (connection < 0) {
             nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL); /* no descriptors: clients wait in the queue */
@@ -311,7 +326,7 @@ void control_in_child(void)
 {
     int inherited[] = {atomic_exchange(&listener, -1), atomic_exchange(&peer, -1)};
     for (size_t at = 0; at < sizeof inherited / sizeof *inherited; at++)
-        if (inherited[at] >= 0)
+        if (is_own_socket(inherited[at]))
             close(inherited[at]);
     opening = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
@@ -347,7 +362,7 @@ static int start(void)
     owner = getpid();
     if (owner != kernel)
         host_memory_set_directory(""); /* the extents are the kernel's */
-    int made = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    int made = compute_sanitizer_is_loaded() ? -1 : socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (made < 0)
         return -1;
     atomic_store(&listener, made);
@@ -359,7 +374,7 @@ static int start(void)
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
     bool begun = rwlock_layout_is_known() && bind_name(made) && listen(made, 4) == 0 &&
-                 pthread_create(&thread, NULL, listen_forever, NULL) == 0;
+                 pthread_create(&thread, NULL, listen_while_open, NULL) == 0;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (!begun) {
         atomic_store(&listener, -1);

@@ -32,6 +32,7 @@ static const struct {
     {"cuDevicePrimaryCtxRelease", 11000, false, cuDevicePrimaryCtxRelease_v2},
     {"cuDevicePrimaryCtxReset", 11000, false, cuDevicePrimaryCtxReset_v2},
     {"cuMemAlloc", 3020, false, allocate},
+    {"cuMemAllocManaged", 6000, false, cuMemAllocManaged},
     {"cuMemAllocPitch", 3020, false, cuMemAllocPitch_v2},
     {"cuMemFree", 3020, false, cuMemFree_v2},
     {"cuMemGetInfo", 3020, false, cuMemGetInfo_v2},

@@ -779,7 +779,8 @@ EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdevi
 
 EXPORT CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address)
 {
-    enum { CONTEXT = 1, MEMORY_TYPE, DEVICE_POINTER, IS_MANAGED = 8, DEVICE_ORDINAL, RANGE_START = 11, RANGE_SIZE, MEMPOOL = 17 };
+    enum { CONTEXT = 1, MEMORY_TYPE, DEVICE_POINTER, IS_MANAGED = 8, DEVICE_ORDINAL, RANGE_START = 11, RANGE_SIZE };
+    enum { IS_LEGACY_CUDA_IPC_CAPABLE = 10, ALLOWED_HANDLE_TYPES = 14, MEMPOOL = 17 };
     ENTER();
     struct range range;
     if (data == NULL || !described(address, &range))
@@ -810,6 +811,13 @@ EXPORT CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr add
         return CUDA_SUCCESS;
     case RANGE_SIZE:
         *(size_t *)data = range.bytes;
+        return CUDA_SUCCESS;
+    case IS_LEGACY_CUDA_IPC_CAPABLE: /* as the handles of memory that is mapped, other than cuMemAlloc's has */
+        *(bool *)data = range.memory == NULL;
+        return CUDA_SUCCESS;
+    case ALLOWED_HANDLE_TYPES:
+        *(unsigned long long *)data =
+            range.memory != NULL && range.memory->exportable ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0;
         return CUDA_SUCCESS;
     default:
         return CUDA_ERROR_INVALID_VALUE;

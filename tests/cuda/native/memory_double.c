@@ -813,11 +813,11 @@ EXPORT CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr add
         *(size_t *)data = range.bytes;
         return CUDA_SUCCESS;
     case IS_LEGACY_CUDA_IPC_CAPABLE: /* as the handles of memory that is mapped, other than cuMemAlloc's has */
-        *(bool *)data = range.memory == NULL;
+        *(bool *)data = range.memory == NULL && range.pool == NULL;
         return CUDA_SUCCESS;
     case ALLOWED_HANDLE_TYPES:
         *(unsigned long long *)data =
-            range.memory != NULL && range.memory->exportable ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0;
+            range.memory != NULL ? (unsigned)range.memory->properties.requestedHandleTypes : 0;
         return CUDA_SUCCESS;
     default:
         return CUDA_ERROR_INVALID_VALUE;

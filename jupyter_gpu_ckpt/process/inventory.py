@@ -722,8 +722,6 @@ class _Process:
                     self.candidates = sockets.groups(self.pid)
                 if groups := sockets.memberships(sock, self.candidates):
                     notes["groups"] = groups
-            if name := sockets.connections_name(sock):
-                notes["name"] = name.hex()
             if sock.family == sockets.AF_UNIX and (path := sockets.bound_path(sock)):
                 where = path if path.startswith("/") else os.path.join(os.readlink(f"{self.root}/cwd"), path)
                 if where.startswith("/proc/"):  # of a descriptor, which need not be open when CRIU binds it again

@@ -10,7 +10,6 @@ import fcntl
 import os
 import re
 import resource
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -200,20 +199,9 @@ class _Restorer(NamedTuple):
                 with self.trying(f"socket {number}"), syscalls.socket_of(pidfd, int(number)) as sock:
                     failed = socket_state.reapply(sock, notes.get("options", {}))
                     self.failed.extend(f"{name} of socket {number} (process {self.pid})" for name in failed)
-                    self.name(sock, number, bytes.fromhex(notes.get("name", "")))
                     for group in notes.get("groups", ()):
                         with self.trying(f"multicast on {group['device']} of socket {number}"):
                             socket_state.join(sock, group)
-
-    def name(self, sock: socket.socket, number: str, name: bytes) -> None:
-        """Name a unix connection again; one that has an abstract name of a listener cannot be, and none is noted."""
-        if name:
-            with self.trying(f"name of socket {number}"):
-                try:
-                    socket_state.name_again(sock, name)
-                except OSError:
-                    if not name.startswith(b"\0"):
-                        raise
 
     # -- by system calls of the process itself
 

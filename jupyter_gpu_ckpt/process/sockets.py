@@ -352,56 +352,6 @@ def bound_path(sock: socket.socket) -> str:
     return "" if name.startswith("\0") else name
 
 
-def connections_name(sock: socket.socket) -> bytes:
-    """Return the name of a unix connection, in the file system or abstract; empty for one without, and other sockets.
-
-    CRIU forgets it (``bind_unix_sk`` in its sk-unix.c).  Empty for a relative path of an ordinary user's, too: with it,
-    CRIU could not save the connection again (``unix_resolve_name_old``).
-    """
-    name = b""
-    if sock.family == AF_UNIX and sock.type != SOCK_DGRAM:
-        with contextlib.suppress(OSError):  # it is not connected
-            sock.getpeername()
-            name = os.fsencode(sock.getsockname())
-    return name if os.geteuid() == 0 or name.startswith((b"/", b"\0")) else b""
-
-
-def name_again(sock: socket.socket, name: bytes) -> None:
-    """Give a unix connection the ``name`` of `connections_name` again, if it has none.  Raises `OSError`.
-
-    A connection that was accepted has the name of its listener, and the file of that name may be anybody's by now.  So
-    it is bound to a file in a file system that nobody else sees: the name is all that is left of it.
-    """
-    if sock.getsockname():
-        return
-    if name.startswith(b"\0"):
-        sock.bind(name)
-        return
-    if (pid := os.fork()) == 0:
-        failure = errno.EIO
-        try:
-            _bind_unseen(sock, name)
-            failure = 0
-        except OSError as error:
-            failure = error.errno or failure
-        finally:
-            os._exit(failure)
-    _, status = os.waitpid(pid, 0)
-    if failure := os.waitstatus_to_exitcode(status):
-        raise OSError(failure, os.strerror(failure))
-
-
-def _bind_unseen(sock: socket.socket, name: bytes) -> None:
-    syscalls.unshare(syscalls.CLONE_NEWNS)
-    syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
-    syscalls.mount("tmpfs", "/proc", "tmpfs", 0)
-    os.chroot("/proc")
-    os.chdir("/")
-    os.makedirs(os.path.dirname(name) or b".", exist_ok=True)
-    sock.bind(name)
-    os.unlink(name)
-
-
 def options(sock: socket.socket, *, connected: bool = False) -> dict[str, str]:
     """Options that CRIU forgets and that are not a new socket's own, by name, as bytes in hex.
 

@@ -192,16 +192,12 @@ def unix_connection(name: str):
     return lambda: (names(client, served), listener.getsockname() == served.getsockname(), swapped(client, served))
 
 
-@kind("a unix connection, the names of its ends (getsockname, getpeername)")
+@kind("a unix connection, the names of its ends (getsockname, getpeername)", documented("names of a unix connection"))
 def unix_named_connection():
     return unix_connection(str(place("unix") / "s"))
 
 
-@kind(
-    "a unix connection by a relative path, the names of its ends",
-    user=documented("names of a unix connection"),
-    advice="An ordinary user: bind absolute paths.",
-)
+@kind("a unix connection by a relative path, the names of its ends", documented("names of a unix connection"))
 def unix_relative_connection():
     return unix_connection(f"r{os.getpid()}")
 
@@ -211,7 +207,7 @@ def unix_abstract_connection():
     return unix_connection(f"\0zoo{os.getpid()}")
 
 
-@kind("a unix connection whose listener and file are gone, its name")
+@kind("a unix connection whose listener and file are gone, its name", documented("names of a unix connection"))
 def unix_named_pair():
     path = place("unix") / "s"
     listener, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)

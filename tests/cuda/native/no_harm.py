@@ -166,7 +166,7 @@ def parts_of_a_range(program: Watcher) -> None:
         program.say(look_up(None, None, Pointer(address)))
 
 
-def neighbours_are_told_apart(program: Watcher) -> None:
+def neighbours_are_distinguished(program: Watcher) -> None:
     """Each address is its own allocation's, and no other's."""
     for at in range(24):
         program.alloc(f"number {at}", (2 + at % 5) * MIB + at)
@@ -560,7 +560,7 @@ PROGRAMS: dict[str, Callable[[Watcher], None]] = {
         attributes_all_at_once,
         attributes_without_a_place,
         parts_of_a_range,
-        neighbours_are_told_apart,
+        neighbours_are_distinguished,
         sizes_at_the_granularity,
         sizes_that_are_too_large,
         an_address_is_untouched_after_an_error,

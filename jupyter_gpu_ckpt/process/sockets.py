@@ -49,12 +49,13 @@ def _table(text: str) -> dict[str, int]:
 
 #: Options that CRIU forgets, by level: the numbers of ``include/uapi/{asm-generic/socket,linux/{in,in6,tcp,udp}}.h``.
 #: In the order in which they are set: SO_TIMESTAMPING ends other kinds of time stamps, the last of which counts.
+#: SO_RCVLOWAT is among them because CRIU sets the receive buffer first, of which it may then be no more than a half.
 _SOCKET = _table("""
     SO_DEBUG 1  SO_NO_CHECK 11  SO_TIMESTAMPING 37  SO_TIMESTAMPING_NEW 65  SO_TIMESTAMP 29  SO_TIMESTAMPNS 35
     SO_TIMESTAMP_NEW 63  SO_TIMESTAMPNS_NEW 64  SO_RXQ_OVFL 40  SO_WIFI_STATUS 41  SO_PEEK_OFF 42  SO_NOFCS 43
     SO_LOCK_FILTER 44  SO_SELECT_ERR_QUEUE 45  SO_BUSY_POLL 46  SO_MAX_PACING_RATE 47  SO_INCOMING_CPU 49
     SO_ZEROCOPY 60  SO_TXTIME 61  SO_PREFER_BUSY_POLL 69  SO_TXREHASH 74  SO_RCVMARK 75  SO_PASSPIDFD 76
-    SO_RCVPRIORITY 82  SO_PASSRIGHTS 83
+    SO_RCVPRIORITY 82  SO_PASSRIGHTS 83  SO_RCVLOWAT 18
 """)
 #: Options that CRIU restores of sockets of TCP and UDP only.
 _NOT_OF_IP = _table("SO_REUSEADDR 2")
@@ -417,10 +418,27 @@ def reapply(sock: socket.socket, wanted: dict[str, str]) -> list[str]:
 def _set(sock: socket.socket, level: int, name: str, number: int, value: str) -> None:
     """Set an option to a ``value`` of `_value`.  Raises `OSError`."""
     data = bytes.fromhex(value)
+    if name == "SO_RCVLOWAT" and sock.type == socket.SOCK_STREAM and sock.family in _INET:
+        with _unlocked_receive_buffer(sock):
+            sock.setsockopt(level, number, data)
+        return
     priority = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY)
     sock.setsockopt(level, number, data.rstrip(b"\0") if name == "TCP_CONGESTION" else data)
     if name == "IP_TOS":  # Linux derives a priority from it, and the program may have set another one since
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, priority)
+
+
+@contextlib.contextmanager
+def _unlocked_receive_buffer(sock: socket.socket) -> Iterator[None]:
+    """Let the body have any receive buffer; it is then as before, also whether the program has set it."""
+    size = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    lock = sock.getsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK)
+    sock.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, lock & ~_LOCKS_RECEIVING)
+    try:
+        yield
+    finally:
+        _set_receive_buffer(sock, size)
+        sock.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, lock)
 
 
 # -- what the two ends of a TCP connection say of themselves as they connect

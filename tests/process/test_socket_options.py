@@ -120,3 +120,14 @@ def test_a_priority_that_was_set_after_the_type_of_service_is_kept(priority):
         assert sockets.reapply(sock, {"IP_TOS": struct.pack("=i", 0x10).hex()}) == []
         assert sock.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == 0x10
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == priority
+
+
+def test_a_low_water_mark_above_the_receive_buffer_is_kept():
+    """A program may make the buffer smaller after it; CRIU restores the buffer first."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 3)
+        size, lock = (sock.getsockopt(socket.SOL_SOCKET, number) for number in (socket.SO_RCVBUF, 72))
+        wanted = struct.pack("=i", 0x736C74)
+        assert sockets.reapply(sock, {"SO_RCVLOWAT": wanted.hex()}) == []
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 4) == wanted
+        assert [sock.getsockopt(socket.SOL_SOCKET, number) for number in (socket.SO_RCVBUF, 72)] == [size, lock]

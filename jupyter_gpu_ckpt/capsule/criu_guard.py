@@ -192,13 +192,17 @@ def _drop_stop_notice(injection: Injection) -> None:
 @contextlib.contextmanager
 def _uncaught(injection: Injection) -> Iterator[None]:
     """Let SIGCONT be neither caught nor blocked for as long as the body lasts."""
-    action = _action(injection, signal.SIGCONT, _SIGACTION.pack(int(signal.SIG_DFL), 0, 0, 0))
+    default = _SIGACTION.pack(int(signal.SIG_DFL), 0, 0, 0)
+    action = _action(injection, signal.SIGCONT, default)
     mask = injection.leader.mask
     injection.leader.mask = mask & ~_CONT
     try:
         yield
     finally:
         injection.leader.mask = mask
+        # A traced thread keeps even a signal that is ignored, for its tracer (kernel/signal.c: sig_ignored); setting
+        # the default action drops those that are pending (do_sigaction).
+        _action(injection, signal.SIGCONT, default)
         _action(injection, signal.SIGCONT, action)
 
 

@@ -417,6 +417,33 @@ def test_a_process_on_its_way_to_its_stop_is_changed_in_that_stop(tmp_path):
             process.kill()
 
 
+#: Counts how often it continued, as far as its handler heard of it.
+CONTINUED = """
+import signal, sys
+
+continued = []
+signal.signal(signal.SIGCONT, lambda *_: continued.append(1))
+print(flush=True)
+for _ in sys.stdin:
+    print(len(continued), flush=True)
+"""
+
+
+def test_a_process_of_one_thread_does_not_notice_that_it_was_stopped():
+    """No other thread drops the signal that ends the stop: it was kept for the tracer, and its handler called after."""
+    command = [sys.executable, "-I", "-S", "-c", CONTINUED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            process.stdout.readline()
+            for _ in range(20):
+                criu_guard.stop(process.pid, time.monotonic() + 10)
+                criu_guard.resume(process.pid)
+            print(file=process.stdin, flush=True)
+            assert process.stdout.readline() == "0\n"
+        finally:
+            process.kill()
+
+
 def test_all_are_back_in_their_stop_when_criu_begins(monkeypatch, tmp_path):
     """Changes for a dump are made by a tracer, which lets a process go on to its stop a moment later."""
 

@@ -329,10 +329,10 @@ class Init:
     def watch_kernel(self) -> None:
         """Notice the end of the kernel, which may be a child of its root process."""
         self.kernel_fd = os.pidfd_open(self.kernel)
-        self.selector.register(self.kernel_fd, selectors.EVENT_READ, self.take_over_kernel)
+        self.selector.register(self.kernel_fd, selectors.EVENT_READ, self.reparent_kernel)
 
-    def take_over_kernel(self) -> None:
-        """Become the parent of a kernel that has ended: end its root process, which may be stopped."""
+    def reparent_kernel(self) -> None:
+        """Make a kernel that has ended a child of this process: end its root process, which may be stopped."""
         if self.kernel_fd < 0:
             return  # a request was first
         self.selector.unregister(self.kernel_fd)
@@ -346,7 +346,7 @@ class Init:
         """Reap the kernel, if it has ended: its owner may have seen that before we have."""
         self.reap()
         if self.kernel_fd >= 0 and _is_ready(self.kernel_fd):
-            self.take_over_kernel()
+            self.reparent_kernel()
         deadline = time.monotonic() + REAP_TIMEOUT
         while self.kernel and self.kernel_fd < 0 and self.kernel_status is None and time.monotonic() < deadline:
             time.sleep(0.0005)
@@ -402,8 +402,8 @@ class Init:
             self.shared_memory.give_names(pids)
         self.shared_memory.save(pids, target)
 
-    def take_inherited_files(self, guard: CriuGuard) -> None:
-        """Take the noted device files from stopped processes."""
+    def replace_inherited_files(self, guard: CriuGuard) -> None:
+        """Replace the noted device files of stopped processes."""
         for pid in guard.pids:
             if pid in self.inherited_files:
                 with contextlib.suppress(*procfs.GONE):  # it was killed
@@ -522,7 +522,7 @@ class Init:
         guard = self.guard() if on_kernel else None
         try:
             if guard is not None and terminals:
-                self.take_inherited_files(guard)
+                self.replace_inherited_files(guard)
                 if self.rootless:
                     self.save_shared_memory(guard.pids, os.path.dirname(terminals))
                     guard.settle(time.monotonic() + STOP_TIMEOUT)
@@ -672,13 +672,13 @@ class Init:
         self.stay_stopped = {int(pid) for pid, of_process in notes.items() if of_process.get("stopped")}
         return {"vital": vital, "failed": failed, "locks": locks}
 
-    def hold_databases(self, databases: list[dict[str, Any]]) -> dict[str, Any]:
-        """Lock databases (`sqlite_wal.hold`) until the kernel has its locks; answer which could not be, and why."""
+    def lock_databases(self, databases: list[dict[str, Any]]) -> dict[str, Any]:
+        """Lock databases (`sqlite_wal.lock_database`) until the kernel has its locks; answer which failed, and why."""
         self.close_databases()
         try:
-            self.database_fds = sqlite_wal.hold_all(databases)
+            self.database_fds = sqlite_wal.lock_databases(databases)
         except sqlite_wal.DatabaseLocked as error:
-            return {"held": error.filename}
+            return {"locked": error.filename}
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -686,7 +686,7 @@ class Init:
         return {}
 
     def close_databases(self) -> None:
-        """Release the locks of `hold_databases`."""
+        """Release the locks of `lock_databases`."""
         for descriptor in self.database_fds:
             os.close(descriptor)
         self.database_fds = []
@@ -724,7 +724,7 @@ class Init:
         "host_memory": host_memory,
         "inspect": inspect,
         "reapply": reapply,
-        "hold_databases": hold_databases,
+        "lock_databases": lock_databases,
         "clocks": clocks,
         "keep_fd": keep_fd,
     }

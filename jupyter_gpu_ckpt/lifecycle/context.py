@@ -309,7 +309,7 @@ class Attempt:
     gpu_mapping: dict[str, str] | None = None
     #: Paths of files that were changed since the checkpoint and are accepted.
     changed_files: list[str] = field(default_factory=list)
-    #: Arguments for `Capsule.hold_databases`.
+    #: Arguments for `Capsule.lock_databases`.
     databases: list[dict[str, Any]] = field(default_factory=list)
     #: The capsule that is being filled; `KernelState.capsule` once the kernel is in it.
     restoring: Capsule | None = None

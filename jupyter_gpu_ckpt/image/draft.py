@@ -53,6 +53,8 @@ class Draft:
         self._known: dict[str, FileEntry] = {}
         self._lock = FileLock(root / f"{layout.DRAFT}{id}{layout.LOCK}", timeout=0, mode=0o600)
         self._form = encryption.Form(vault, id, self.path / layout.CRIU)
+        #: The image's directory, once it is one.
+        self.target = root / id
         #: The directory that CRIU writes to; for an encrypted image it lies in memory.
         self.criu_directory = self._form.criu_directory
         try:
@@ -137,7 +139,7 @@ class Draft:
             directories = [path for path in self.path.rglob("*") if path.is_dir()]
             for directory in (*directories, self.path):
                 flush(directory)
-            target = self._root / self.id
+            target = self.target
             if sleeps_in_save_point:
                 Image(target, manifest).unretire()  # of a server that ends now, the next one must know
             self.path.rename(target)
@@ -164,7 +166,8 @@ class Draft:
                 links.remove_abandoned(self._journal, {*others} - {self._journal}, self._needed_links())
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
-            layout.mark(self._root / self.id, layout.ASLEEP).unlink(missing_ok=True)
+            layout.mark(self.target, layout.ASLEEP).unlink(missing_ok=True)
+        shutil.rmtree(self.target.with_name(f"{layout.LINKED}{self.id}"), ignore_errors=True)
         self._unlock()
 
     def _unlock(self) -> None:

@@ -496,6 +496,27 @@ class ImageNotFound(ImageError, code="IMAGE_NOT_FOUND"):
     """There is no such image."""
 
 
+class SavePointNotFound(ImageNotFound, code="SAVE_POINT_NOT_FOUND"):
+    """The kernel has no save point of this name."""
+
+    default_hint = "`jupyter gpu-ckpt list` shows the save points of all kernels."
+
+
+class SavePointExists(ImageError, code="SAVE_POINT_EXISTS"):
+    """The kernel has a save point of this name already."""
+
+    default_hint = "Choose another name, or delete that save point first."
+
+
+class FilesDiffer(ImageError, code="FILES_DIFFER"):
+    """Files that the kernel had open at the save point are not as they were, and nobody has chosen which it gets."""
+
+    default_hint = (
+        "Choose for each, or for all: as it was then, which replaces it (`--files then`), or as it is now "
+        "(`--files now`)."
+    )
+
+
 class ImageBusy(ImageError, code="IMAGE_BUSY"):
     """The image is being used by another process."""
 

@@ -53,6 +53,8 @@ class Draft:
         self._known: dict[str, FileEntry] = {}
         self._lock = FileLock(root / f"{layout.DRAFT}{id}{layout.LOCK}", timeout=0, mode=0o600)
         self._form = encryption.Form(vault, id, self.path / layout.CRIU)
+        #: The image's directory, once it is one.
+        self.target = root / id
         #: The directory that CRIU writes to; for an encrypted image it lies in memory.
         self.criu_directory = self._form.criu_directory
         try:
@@ -108,8 +110,10 @@ class Draft:
         """Make the draft an image.  Raises `QuotaExceeded` when it outgrew its reservation; then it is still a draft.
 
         ``claim_pid``: the saved process, which still lives; until `Image.withdraw_claim` nobody restores the image,
-        unless the process that ``keep_fd`` passes the claim's lock to has ended.
+        unless the process that ``keep_fd`` passes the claim's lock to has ended.  A save point has none, unless its
+        kernel is to sleep in it.
         """
+        sleeps_in_save_point = manifest.save_point is not None and claim_pid is not None
         with mapped_errors(self._root):
             key = self._keys.current()
             manifest = replace(manifest, encryption=self._form.finish())
@@ -135,7 +139,9 @@ class Draft:
             directories = [path for path in self.path.rglob("*") if path.is_dir()]
             for directory in (*directories, self.path):
                 flush(directory)
-            target = self._root / self.id
+            target = self.target
+            if sleeps_in_save_point:
+                Image(target, manifest).unretire()  # of a server that ends now, the next one must know
             self.path.rename(target)
             try:
                 flush(self._root)
@@ -145,6 +151,8 @@ class Draft:
                 target.rename(draft)
                 self.path = draft
                 raise
+        if manifest.save_point is not None:
+            links.keep(manifest)
         self._unlock()
         with contextlib.suppress(KeyUnusable):  # the image is there; an older one put back may go unnoticed
             self._generations.record_published(manifest)
@@ -157,6 +165,9 @@ class Draft:
                 others = self._root.glob(f"{layout.DRAFT}*{layout.LINKS}")
                 links.remove_abandoned(self._journal, {*others} - {self._journal}, self._needed_links())
         shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            layout.mark(self.target, layout.ASLEEP).unlink(missing_ok=True)
+        shutil.rmtree(self.target.with_name(f"{layout.LINKED}{self.id}"), ignore_errors=True)
         self._unlock()
 
     def _unlock(self) -> None:

@@ -73,6 +73,8 @@ class Manifest:
     swapped_bytes: int = 0
     #: How CRIU's files are encrypted (`encryption`); None when they are not.
     encryption: dict[str, Any] | None = None
+    #: What makes the image a save point (`save_point.SavePoint`); None for the image of a sleeping kernel.
+    save_point: dict[str, Any] | None = None
     version: int = VERSION
 
     @property

@@ -27,8 +27,10 @@ from ..errors import GpuCkptError, HostError, KernelUnfit, StateError
 from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
 from ..image.quota import Quota
+from ..image.save_point import SavePoint, find
 from ..image.store import Image, Store
 from ..lifecycle import endings
+from ..lifecycle.context import FilesChoice
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
 from ..lifecycle.rates import RATES
@@ -130,6 +132,19 @@ class GpuCkptProvisioner(LocalProvisioner):
         "checkpoint is refused with QUOTA_EXCEEDED.",
     ).tag(config=True)
 
+    automatic_save_points = Int(
+        5,
+        min=1,
+        help="How many automatic save points of a kernel are kept, the newest. Those that a user has named stay.",
+    ).tag(config=True)
+    save_point_file_bytes = Int(
+        256 << 20,
+        min=0,
+        help="Limit in bytes for the copies of files that a kernel has open for writing, at each save point. The "
+        "kernel waits for the copies. On a file system with reflinks (Btrfs, XFS) they cost nothing and are not "
+        "counted. A file that is not copied can only be taken as it is when the kernel goes back.",
+    ).tag(config=True)
+
     fast_path = Enum(
         ["auto", "off"],
         "auto",
@@ -225,6 +240,28 @@ class GpuCkptProvisioner(LocalProvisioner):
     async def checkpoint(self) -> Image:
         """Write the kernel to an image and end its process.  After failure the kernel is as it was."""
         return await self._host.worker.verb("checkpoint", self._checkpointable().checkpoint)
+
+    async def save(self, name: str, notebook: bytes | None = None) -> Image:
+        """Write the kernel to a save point of this name; it pauses for that, and continues.
+
+        ``notebook``: its document, to be kept with it.  After failure the kernel is as it was.
+        """
+        return await self._host.worker.verb("save", self._checkpointable().save, SavePoint(name), notebook)
+
+    async def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
+        """Go back to the save point of this name, with the same id and connections; messages wait meanwhile.
+
+        The present state is saved first, as an automatic save point, which is returned.  ``files``: ``then`` or
+        ``now``, for all files that differ or by path; `FilesDiffer` names those without a choice.  ``notebook``: the
+        present document, to be kept with the present state.  After failure the kernel is as it was.
+        """
+
+        def back(name: str, files: FilesChoice, notebook: bytes | None) -> Image:
+            lifecycle = self._checkpointable()
+            point = find(lifecycle.engine.store.images(), lifecycle.home.kernel_id, name)
+            return lifecycle.back(point, files, notebook)
+
+        return await self._host.worker.verb("back", back, name, files, notebook)
 
     async def restore(
         self, gpu_map: Mapping[str, str] | None = None, *, accept_changed_files: bool | None = None
@@ -403,6 +440,8 @@ class GpuCkptProvisioner(LocalProvisioner):
                 warm=self.warm_suspend,
                 keep_chunks=self.keep_chunks,
                 write_ahead=self.write_ahead,
+                kept_file_bytes=self.save_point_file_bytes,
+                automatic_save_points=self.automatic_save_points,
             ),
             fast_path=self.fast_path == "auto",
             stdout=kwargs.get("stdout"),

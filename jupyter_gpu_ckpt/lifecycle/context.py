@@ -10,7 +10,7 @@ import enum
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,10 @@ from ..errors import CapsuleGone, CriuError, GpuCkptError, KernelLost, Unsupport
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
+from ..image.kept_files import KeptFile
 from ..image.lease import Lease
+from ..image.manifest import Manifest
+from ..image.save_point import SavePoint
 from ..image.store import Image, Store
 from ..trace import Trace, TracedStep
 from .plans import MachineState, State
@@ -210,6 +213,8 @@ class KernelState:
     image: Image | None = None
     #: The image of a kernel that died just after it was restored from it: deleted on request only.
     kept_image: Image | None = None
+    #: The save point that was made last.
+    save_point: Image | None = None
     exit_status: int | None = None
     #: Whether its owner has sent it the request to end, which it follows by itself.
     end_requested: bool = False
@@ -262,6 +267,10 @@ class KernelState:
         return self.settings.base + bytes / self.settings.slowest_rate
 
 
+#: The files that a kernel that goes back gets: ``then`` or ``now``, for all or by path; None: nobody has chosen.
+FilesChoice = Mapping[str, str] | str | None
+
+
 @dataclass
 class Attempt:
     """One run of one verb; a wake that is tried twice has two."""
@@ -271,6 +280,16 @@ class Attempt:
     gpu_map: Mapping[str, str] | None = None
     #: For this restore, instead of the setting.
     accept_changed_files: bool | None = None
+    #: What makes the image of this checkpoint a save point.
+    save_point: SavePoint | None = None
+    #: The notebook's document for the save point.
+    notebook: bytes | None = None
+    #: Files to keep in the save point, besides those that the kernel has open.
+    also_keep: Sequence[str] = ()
+    #: The save point of the state that the kernel goes back from; None for a wake.
+    present: Image | None = None
+    #: The files that a kernel that goes back gets.
+    files: FilesChoice = None
     #: Whether the verb has failed a moment ago.
     again: bool = False
     #: Whether a kernel that is restored is to have its children before it has answered.
@@ -288,11 +307,15 @@ class Attempt:
 
     # of a dump
     draft: Draft | None = None
+    #: Of the draft, without what `Draft.publish` finds out.
+    manifest: Manifest | None = None
     clocks: Clocks | None = None
     #: Of the node (`node.fingerprint`).
     fingerprint: dict[str, Any] = field(default_factory=dict)
     #: Settings of each process that CRIU forgets and a restore puts back (`process.inventory`).
     notes: dict[str, Any] = field(default_factory=dict)
+    #: The user's files in the draft of a save point.
+    kept: dict[str, KeptFile] = field(default_factory=dict)
     #: Bytes of device memory that were written beside CRIU's files.
     swapped_bytes: int = 0
     #: Bytes of pages that CRIU has written and that were dropped, as another process has them, too.
@@ -307,6 +330,8 @@ class Attempt:
     verification: BackgroundTask | None = None
     #: GPUs by the UUID of the node that made the image.
     gpu_mapping: dict[str, str] | None = None
+    #: Paths of files to be put back as they were at the save point.
+    put_back: list[str] = field(default_factory=list)
     #: Paths of files that were changed since the checkpoint and are accepted.
     changed_files: list[str] = field(default_factory=list)
     #: Arguments for `Capsule.lock_databases`.

@@ -247,7 +247,11 @@ class Wandering:
             self.owner.shut_down()
         for image in (self.directory / "images").glob("*"):
             subprocess.run(["rm", "-rf", str(image)], check=True)
-        self.owner = Owner(self.user, self.directory, self.base, *self.options)
+        for _ in range(3):
+            self.owner = Owner(self.user, self.directory, self.base, *self.options)
+            if self.owner.first is not None or "cannot bind" not in self.errors()[-1000:]:
+                break
+            self.owner.end()  # another process took a port of its kernel between its choice and its use
         assert self.owner.first is not None, self.errors()[-3000:]
         count = min(len(self.kinds), dice.randint(self.few, self.most))
         answer = self.owner.ask("make", *dice.sample(self.kinds, count))

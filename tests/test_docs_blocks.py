@@ -359,3 +359,12 @@ async def test_examples_run_and_a_kernel_that_slept_continues(page, kernel):
 
 def test_pages_for_users_have_examples():
     assert {page.stem for page in EXAMPLES} >= {"README", "first-sleep", "magics"}
+
+
+def test_labels_that_pages_for_users_name_are_those_of_the_front_end():
+    """Menus, buttons and headings in italics; those of JupyterLab itself are paths."""
+    source = "".join(path.read_text() for path in (ROOT / "labextension" / "src").glob("*.ts*")).replace("\\'", "'")
+    pages = [ROOT / "docs" / name for name in ("frontend.md", "kernels.md", "tutorials/first-sleep.md")]
+    named = {label for page in pages for label in re.findall(r"(?<!\*)\*([A-Z][^*→>|\n]+)\*(?!\*)", page.read_text())}
+    assert len(named) > 8
+    assert {label for label in named if f"'{label}'" not in source and f'"{label}"' not in source} == set()

@@ -30,6 +30,12 @@ class History:
         self.closed = False
         #: The class of a saving thread that `close` has ended and no `reopen` has replaced.
         self._thread_class: Any = None
+        #: Whether the next `reopen` begins a session of its own.
+        self._begins_session = False
+
+    def begin_session(self) -> None:
+        """Have `reopen` begin a new session in the database: another kernel goes on with the present one."""
+        self._begins_session = True
 
     @property
     def complete(self) -> bool:
@@ -85,6 +91,9 @@ class History:
                 self._thread_class = None
             manager.init_db()
             self.closed = False
+            if self._begins_session:
+                manager.new_session()
+                self._begins_session = False
         if self._thread_class is not None:
             limits.require_headroom(descriptors=1)
             if manager.save_flag is not None:

@@ -39,7 +39,7 @@ from .agent_injection import NOTICE, PLAIN, rewrite
 from .agent_requests import AgentRequests
 from .directories import default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
-from .host import UNFIT, KernelHost, Launch
+from .host import UNFIT, BranchPoint, KernelHost, Launch
 from .orphans import Orphan, find_orphan, newest_images, not_attached_notice
 
 #: The provisioner's name in kernelspecs and configurations (its entry point).
@@ -128,6 +128,11 @@ class GpuCkptProvisioner(LocalProvisioner):
         min=0,
         help="Number of kernels of a user that may sleep in images at the same time; 0: no limit. Beyond it a "
         "checkpoint is refused with QUOTA_EXCEEDED.",
+    ).tag(config=True)
+
+    template = Unicode(
+        help="Name of an image that kernels start from, in place of a launch; a kernelspec sets it (`jupyter gpu-ckpt "
+        "template create`)."
     ).tag(config=True)
 
     fast_path = Enum(
@@ -327,9 +332,14 @@ class GpuCkptProvisioner(LocalProvisioner):
         Starts the kernel plainly where the host, or the kernel, is unfit.
         """
         found, self._orphan = self._orphan, None
-        launch = self._launch(cmd, kwargs)
+        point: BranchPoint | None = kwargs.pop("branch_of", None)
+        if point is None and self.template:
+            point = BranchPoint(self.template, is_template=True, accept_changed_files=True, accepts_differences=True)
+        elif self._launched:  # a restarted branch is a fresh kernel
+            point = None
+        launch = self._launch(cmd, kwargs, point)
         self._unwanted, self._arguments = False, dict(kwargs)
-        self.unfit = UNFIT.get(launch.key) if found is None else None
+        self.unfit = UNFIT.get(launch.key) if found is None and point is None else None
         if self.unfit is not None:
             self._host.close()
             self._launched = True
@@ -342,7 +352,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             await asyncio.to_thread(self._host.start, engine, launch, found)
         except GpuCkptError as error:
             self._host.close()
-            if not isinstance(error, HostError):
+            if not isinstance(error, HostError) or (point is not None and not point.is_template):
                 raise
             self.log.warning("Kernel %s is started plainly and cannot be checkpointed: %s", self.kernel_id, error)
             # With the agent all the same: it shows why, and what uses the GPU's memory.
@@ -375,7 +385,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         self.log.info("Kernel %s ended before its first answer; it is tried without a capsule.", self.kernel_id)
         return process
 
-    def _launch(self, cmd: list[str], kwargs: Mapping[str, Any]) -> Launch:
+    def _launch(self, cmd: list[str], kwargs: Mapping[str, Any], branch: BranchPoint | None = None) -> Launch:
         info: dict[str, Any] = dict(self.connection_info)
         front = {name: value.decode("ascii") if isinstance(value, bytes) else value for name, value in info.items()}
         env = dict(kwargs.get("env") or os.environ)
@@ -407,6 +417,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             fast_path=self.fast_path == "auto",
             stdout=kwargs.get("stdout"),
             stderr=kwargs.get("stderr"),
+            branch=branch,
         )
 
     # -- as the owner of its host (`KernelOwner`)

@@ -132,7 +132,7 @@ def owned_kernel(directory: Path) -> dict[str, Any] | None:
 def owned_by_id(directory: Path, kernel_id: str) -> dict[str, Any] | None:
     """Do as `owned_kernel`, for the kernel ``kernel_id``; raises as that.
 
-    ``directory`` is that of its sockets as the kernel knows it: a branch knows that of the kernel it comes from, and has
+    ``directory`` is that of its sockets as the kernel knows it: a branch knows that of its source, and has
     another one beside it.
     """
     found = owned_kernel(directory)

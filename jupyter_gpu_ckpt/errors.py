@@ -508,6 +508,18 @@ class ImageNotFound(ImageError, code="IMAGE_NOT_FOUND"):
     """There is no such image."""
 
 
+class SavePointNotFound(ImageNotFound, code="SAVE_POINT_NOT_FOUND"):
+    """The kernel has no save point of this name."""
+
+    default_hint = "`jupyter gpu-ckpt list` shows the save points of all kernels."
+
+
+class SavePointExists(ImageError, code="SAVE_POINT_EXISTS"):
+    """The kernel has a save point of this name already."""
+
+    default_hint = "Choose another name, or delete that save point first."
+
+
 class ImageBusy(ImageError, code="IMAGE_BUSY"):
     """The image is being used by another process."""
 

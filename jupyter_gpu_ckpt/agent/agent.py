@@ -14,9 +14,11 @@ kernel has too little of (threads, descriptors, memory), if that is why.
     checkpoint fails), collect garbage and free the caches of GPU libraries.  ``files``: close or replace what CRIU
     cannot save or restore: a debugger that was turned off (until it is turned on again), the history database, the TCP
     listener for children's output, shared mappings of deleted files.  An error reply means that all of it was undone.
-``gpu_ckpt_thaw_request``  {"environ": {"NAME": "value" | null}, "notice": "text for the next cell's output"}
-    Set (null: unset) environment variables and undo quiesce.  Failures to undo are listed in ``probe_errors``; the
-    kernel works without these things.
+``gpu_ckpt_thaw_request``  {"environ": {"NAME": "value" | null}, "notice": "text for the next cell's output",
+"again": false}
+    Set (null: unset) environment variables and undo quiesce.  ``again``: the kernel has come back from a save point,
+    and may have lived beyond it before.  Failures to undo are listed in ``probe_errors``; the kernel works without
+    these things.
 
 ``gpu_ckpt_identity_request``  {"key": "...", "reseed": false, "notebook": "path", "environ": {...}, "directory": "..."}
     Become another kernel than the one that this process comes from (`identity`); after a restore, before thaw.  With
@@ -185,6 +187,8 @@ class Agent:
                 raise ValueError("not an environment variable")  # not named, for the name may be a secret
         errors: list[str] = []
         self._undo_quiesce(errors)
+        if content.get("again"):
+            probes.probe(errors, "history", self._history.begin_session, None)
         for name, value in environ.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -199,7 +203,6 @@ class Agent:
         """Become another kernel than the one that this process comes from."""
         errors: list[str] = []
         made = identity.become_another(self._kernel, content, errors)
-        self._history.begin_session()
         self.server.kernel_id = ""
         self._after_reply.append(lambda: identity.sign_as(self._kernel, made["session"], str(content["key"])))
         return {**made, "probe_errors": errors}

@@ -30,12 +30,6 @@ class History:
         self.closed = False
         #: The class of a saving thread that `close` has ended and no `reopen` has replaced.
         self._thread_class: Any = None
-        #: Whether the next `reopen` begins a session of its own.
-        self._begins_session = False
-
-    def begin_session(self) -> None:
-        """Have `reopen` begin a new session in the database: another kernel goes on with the present one."""
-        self._begins_session = True
 
     @property
     def complete(self) -> bool:
@@ -91,15 +85,21 @@ class History:
                 self._thread_class = None
             manager.init_db()
             self.closed = False
-            if self._begins_session:
-                manager.new_session()
-                self._begins_session = False
         if self._thread_class is not None:
             limits.require_headroom(descriptors=1)
             if manager.save_flag is not None:
                 manager.save_flag.clear()  # IPython < 9 shares one flag between threads; `stop` left it set
             self._start_saving(manager)
         return problem
+
+    def begin_session(self) -> None:
+        """Give the lines from now on a session of their own: those of this one, which has such numbers, were written.
+
+        Of a kernel that has gone back IPython would notice that itself, and print an error about it.
+        """
+        manager = getattr(self._shell, "history_manager", None)
+        if self.complete and manager is not None and manager.enabled:
+            manager.new_session()
 
     def _start_saving(self, manager: Any) -> None:
         thread = self._thread_class(manager)

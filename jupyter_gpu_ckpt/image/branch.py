@@ -45,6 +45,12 @@ class NewKernel:
         return {"image": source.id, "kernel_id": kernel_id, "reseed": self.reseed, "is_template": self.is_template}
 
 
+def tidy(source: Image) -> None:
+    """Put the links of a save point aside again that `copy` has made for a restore, once that has ended."""
+    if source.is_save_point:
+        links.keep(source.manifest)
+
+
 def copy(store: Store, source: Image, kernel: NewKernel) -> Image:
     """Make and return an image of ``kernel`` from ``source``.  After failure nothing is left of it.
 
@@ -75,6 +81,7 @@ def copy(store: Store, source: Image, kernel: NewKernel) -> Image:
                     report={**manifest.report, "tracked": []},
                     fingerprint={**manifest.fingerprint, "ports": [], "sockets": []},
                     branched_from=kernel.origin(source),
+                    save_point=None,
                 )
             )
         except BaseException:

@@ -125,8 +125,10 @@ class Draft:
         """Make the draft an image.  Raises `QuotaExceeded` when it outgrew its reservation; then it is still a draft.
 
         ``claim_pid``: the saved process, which still lives; until `Image.withdraw_claim` nobody restores the image,
-        unless the process that ``keep_fd`` passes the claim's lock to has ended.
+        unless the process that ``keep_fd`` passes the claim's lock to has ended.  A save point has none, unless its
+        kernel is to sleep in it.
         """
+        sleeps_in_save_point = manifest.save_point is not None and claim_pid is not None
         with mapped_errors(self._root):
             key = self._keys.current()
             manifest = replace(manifest, encryption=self._copied_encryption or self._form.finish())
@@ -153,6 +155,8 @@ class Draft:
             for directory in (*directories, self.path):
                 flush(directory)
             target = self._root / self.id
+            if sleeps_in_save_point:
+                Image(target, manifest).unretire()  # of a server that ends now, the next one must know
             self.path.rename(target)
             try:
                 flush(self._root)
@@ -162,6 +166,8 @@ class Draft:
                 target.rename(draft)
                 self.path = draft
                 raise
+        if manifest.save_point is not None:
+            links.keep(manifest)
         self._unlock()
         with contextlib.suppress(KeyUnusable):  # the image is there; an older one put back may go unnoticed
             self._generations.record_published(manifest)
@@ -174,6 +180,8 @@ class Draft:
                 others = self._root.glob(f"{layout.DRAFT}*{layout.LINKS}")
                 links.remove_abandoned(self._journal, {*others} - {self._journal}, self._needed_links())
         shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            layout.mark(self._root / self.id, layout.ASLEEP).unlink(missing_ok=True)
         self._unlock()
 
     def _unlock(self) -> None:

@@ -44,8 +44,12 @@ LINKS = ".links"
 INCOMING = ".incoming"
 #: The suffixes of an image's marks (`mark`).
 RETIRED, ACCEPTS, ARCHIVED, SENT = ".retired", ".accepts", ".archived", ".sent"
+#: The same of a save point: its kernel sleeps in it.
+ASLEEP = ".asleep"
 #: The same: CRIU restores it (`links.ghosts_removed`).
 RESTORING = ".restoring"
+#: All that are removed with the image.
+MARKS = (LOCK, RETIRED, ACCEPTS, ASLEEP, ARCHIVED, RESTORING)
 
 
 def mark(path: Path, suffix: str) -> Path:

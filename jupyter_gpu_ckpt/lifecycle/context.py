@@ -28,6 +28,7 @@ from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.lease import Lease
+from ..image.save_point import SavePoint
 from ..image.store import Image, Store
 from ..trace import Trace, TracedStep
 from .plans import MachineState, State
@@ -287,6 +288,8 @@ class Attempt:
     gpu_map: Mapping[str, str] | None = None
     #: For this restore, instead of the setting.
     accept_changed_files: bool | None = None
+    #: What makes the image of this checkpoint a save point.
+    save_point: SavePoint | None = None
     #: Whether the verb has failed a moment ago.
     again: bool = False
     #: Whether a kernel that is restored is to have its children before it has answered.

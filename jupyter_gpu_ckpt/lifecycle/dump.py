@@ -403,6 +403,7 @@ def publish(attempt: Attempt) -> None:
         fingerprint=attempt.fingerprint | {"sockets": _sockets(attempt)},
         notes=attempt.notes,
         swapped_bytes=attempt.swapped_bytes,
+        save_point=attempt.save_point.as_dict() if attempt.save_point is not None else None,
     )
     if home.write_session is not None:
         home.write_session(draft.path)

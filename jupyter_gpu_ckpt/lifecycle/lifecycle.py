@@ -15,6 +15,7 @@ from typing import Any
 
 from ..capsule.capsule import ANSWER, Capsule
 from ..errors import CapsuleError, CapsuleGone, GpuCkptError, KernelSilent, StateError
+from ..image.save_point import SavePoint
 from ..image.store import Image
 from ..trace import Trace
 from . import compatibility, dump, endings, failures, host_memory, plans, resume
@@ -110,9 +111,12 @@ class Lifecycle:
         """Move the CUDA state back to the GPU.  After failure the kernel stays suspended."""
         self._perform(Move.RESUME, State.RUNNING)
 
-    def checkpoint(self) -> Image:
-        """Write everything to an image; no process, no GPU memory.  After failure the kernel is as it was before."""
-        self._perform(Move.CHECKPOINT, State.CHECKPOINTED)
+    def checkpoint(self, save_point: SavePoint | None = None) -> Image:
+        """Write everything to an image; no process, no GPU memory.  After failure the kernel is as it was before.
+
+        ``save_point``: the image stays as this one when the kernel comes back from it.
+        """
+        self._perform(Move.CHECKPOINT, State.CHECKPOINTED, save_point=save_point)
         assert self.kernel.image is not None
         return self.kernel.image
 

@@ -71,9 +71,12 @@ def match(attempt: Attempt) -> None:
 def _end_lease(attempt: Attempt) -> None:
     lease, attempt.lease = attempt.lease, None
     assert lease is not None
+    image = attempt.kernel.image
     if attempt.kernel.capsule is None:  # whatever was restored has ended
-        if attempt.kernel.image is not None:
-            links.put_back(attempt.kernel.image.manifest)
+        if image is not None:
+            links.put_back(image.manifest)
+            if image.is_save_point:
+                links.keep(image.manifest)
         with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
             lease.withdraw_claim()
     lease.release()
@@ -304,9 +307,15 @@ def discard_image(attempt: Attempt) -> None:
 
 
 def remove_image(kernel: KernelState) -> int:
-    """Delete the image, under the lease of the attempt that restored it or one of its own; return the bytes freed."""
+    """Delete the image, under the lease of the attempt that restored it or one of its own; return the bytes freed.
+
+    A save point stays, and can be restored again.
+    """
     image, attempt, freed = kernel.image, kernel.attempt, 0
-    if image is not None:
+    if image is not None and image.is_save_point:
+        kernel.image = None
+        _keep_save_point(image)
+    elif image is not None:
         leased = attempt is not None and attempt.lease is not None
         freed = kernel.engine.store.remove(image, leased=leased, before_delete=lambda path: _keep_chunks(kernel, path))
         kernel.image = None
@@ -315,6 +324,13 @@ def remove_image(kernel: KernelState) -> int:
     if attempt is not None:
         attempt.resources.close()
     return freed
+
+
+def _keep_save_point(image: Image) -> None:
+    """Leave a save point as it was before its kernel came back from it."""
+    links.keep(image.manifest)
+    image.retire()
+    image.withdraw_claim()
 
 
 def retire_image(kernel: KernelState) -> Image | None:

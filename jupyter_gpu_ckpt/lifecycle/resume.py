@@ -112,7 +112,9 @@ def thaw(attempt: Attempt) -> None:
             _write_session(kernel)
     else:
         environ = {name: os.environ[name] for name in kernel.settings.refresh if name in os.environ}
-        request_agent(kernel, "thaw", {"environ": environ, "notice": notice})
+        # Then another one has begun, or goes on with, this session of IPython's history.
+        again = _is_branch(attempt) or (kernel.image is not None and kernel.image.is_save_point)
+        request_agent(kernel, "thaw", {"environ": environ, "notice": notice, "again": again})
 
 
 def _is_branch(attempt: Attempt) -> bool:
@@ -166,7 +168,7 @@ def supersede_images(kernel: KernelState) -> None:
         kernel.supersedes_images = False
         with contextlib.suppress(KeyUnusable):
             kernel.engine.store.generations.record_restored(kernel.home.kernel_id)
-        kernel.engine.store.remove_outdated_links(kernel.home.kernel_id)
+        kernel.engine.store.supersede(kernel.home.kernel_id)
 
 
 def repair(kernel: KernelState, capsule: Capsule) -> State:

@@ -9,11 +9,12 @@ kernel has too little of (threads, descriptors, memory), if that is why.
 
 ``gpu_ckpt_report_request``  {}
     Return the report of preflight; changes nothing.
-``gpu_ckpt_quiesce_request``  {"trim": true, "files": true}
+``gpu_ckpt_quiesce_request``  {"trim": true, "files": true, "summary": false}
     Flush all output.  ``trim``: release the variables that ``%gpu_checkpoint --drop`` named (for good, also if the
     checkpoint fails), collect garbage and free the caches of GPU libraries.  ``files``: close or replace what CRIU
     cannot save or restore: a debugger that was turned off (until it is turned on again), the history database, the TCP
-    listener for children's output, shared mappings of deleted files.  An error reply means that all of it was undone.
+    listener for children's output, shared mappings of deleted files.  ``summary``: the report has a summary of the
+    variables, for a save point.  An error reply means that all of it was undone.
 ``gpu_ckpt_thaw_request``  {"environ": {"NAME": "value" | null}, "notice": "text for the next cell's output",
 "again": false}
     Set (null: unset) environment variables and undo quiesce.  ``again``: the kernel has come back from a save point,
@@ -41,7 +42,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from . import debugging, gpu_memory, identity, limits, mappings, messages, probes
+from . import debugging, gpu_memory, identity, limits, mappings, messages, probes, summary
 from .history import History
 from .iopub import IOPub
 from .magics import GpuMagics
@@ -170,6 +171,8 @@ class Agent:
                 self._history.close()
                 self._iopub.unbind()
             report = probes.report(self._kernel, self._iopub.port, errors)
+            if content.get("summary"):
+                report["summary"] = probes.probe(errors, "summary", lambda: summary.summary(self._shell), {})
             report["tracked"] = probes.probe(errors, "trackers", self._trackers.living, [])
         except BaseException:  # also KeyboardInterrupt: SIGINT reaches handlers as it reaches cells
             self._undo_quiesce(errors)

@@ -27,6 +27,10 @@ CRIU = "criu"
 PAGES = "pages-*.img"
 #: In the directory above: the directory of device memory (`device_memory`).
 DEVICE = "device"
+#: In the same: the directory of what a save point has besides: the notebook, and copies of files.
+KEPT = "kept"
+#: In the directory above: the notebook's document.
+NOTEBOOK = "notebook.ipynb"
 #: Patterns for names as a manifest lists them: pages, and files of device memory.
 PAGES_FILES = f"{CRIU}/{PAGES}"
 DEVICE_FILES = f"{CRIU}/{DEVICE}/*"

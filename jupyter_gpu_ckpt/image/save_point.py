@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import BadRequest, SavePointExists, SavePointNotFound
+from . import layout
 from .image import Image
+from .store import Store
 
 #: Characters of a name at most.
 LONGEST = 80
@@ -48,6 +50,13 @@ def of_image(image: Image) -> SavePoint | None:
         cell=cell if isinstance(cell, int) else 0,
         variables=[each for each in variables if isinstance(each, dict)] if isinstance(variables, list) else [],
     )
+
+
+def notebook(store: Store, image: Image) -> bytes | None:
+    """Return the notebook's document as it was; None if it was not saved.  Raises as `Store.readable`, `OSError`."""
+    with store.readable(image) as files:
+        path = files.criu_directory / layout.KEPT / layout.NOTEBOOK
+        return path.read_bytes() if path.exists() else None
 
 
 def of_kernel(images: Iterable[Image], kernel_id: str) -> dict[str, Image]:

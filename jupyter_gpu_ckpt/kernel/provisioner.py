@@ -27,6 +27,7 @@ from ..errors import GpuCkptError, HostError, KernelUnfit, StateError
 from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
 from ..image.quota import Quota
+from ..image.save_point import SavePoint
 from ..image.store import Image, Store
 from ..lifecycle import endings
 from ..lifecycle.lifecycle import Lifecycle
@@ -230,6 +231,13 @@ class GpuCkptProvisioner(LocalProvisioner):
     async def checkpoint(self) -> Image:
         """Write the kernel to an image and end its process.  After failure the kernel is as it was."""
         return await self._host.worker.verb("checkpoint", self._checkpointable().checkpoint)
+
+    async def save(self, name: str, notebook: bytes | None = None) -> Image:
+        """Write the kernel to a save point of this name; it pauses for that, and continues.
+
+        ``notebook``: its document, to be kept with it.  After failure the kernel is as it was.
+        """
+        return await self._host.worker.verb("save", self._checkpointable().save, SavePoint(name), notebook)
 
     async def restore(
         self, gpu_map: Mapping[str, str] | None = None, *, accept_changed_files: bool | None = None

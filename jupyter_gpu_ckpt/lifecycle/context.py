@@ -28,6 +28,7 @@ from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.lease import Lease
+from ..image.manifest import Manifest
 from ..image.save_point import SavePoint
 from ..image.store import Image, Store
 from ..trace import Trace, TracedStep
@@ -227,6 +228,8 @@ class KernelState:
     image: Image | None = None
     #: The image of a kernel that died just after it was restored from it: deleted on request only.
     kept_image: Image | None = None
+    #: The save point that was made last.
+    save_point: Image | None = None
     exit_status: int | None = None
     #: Whether its owner has sent it the request to end, which it follows by itself.
     end_requested: bool = False
@@ -290,6 +293,8 @@ class Attempt:
     accept_changed_files: bool | None = None
     #: What makes the image of this checkpoint a save point.
     save_point: SavePoint | None = None
+    #: The notebook's document for the save point.
+    notebook: bytes | None = None
     #: Whether the verb has failed a moment ago.
     again: bool = False
     #: Whether a kernel that is restored is to have its children before it has answered.
@@ -307,6 +312,8 @@ class Attempt:
 
     # of a dump
     draft: Draft | None = None
+    #: Of the draft, without what `Draft.publish` finds out.
+    manifest: Manifest | None = None
     clocks: Clocks | None = None
     #: Of the node (`node.fingerprint`).
     fingerprint: dict[str, Any] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..capsule.capsule import ANSWER, Capsule
 from ..errors import CapsuleError, CapsuleGone, GpuCkptError, KernelSilent, StateError
-from ..image.save_point import SavePoint
+from ..image.save_point import SavePoint, require_free_name
 from ..image.store import Image
 from ..trace import Trace
 from . import compatibility, dump, endings, failures, host_memory, plans, resume
@@ -119,6 +119,19 @@ class Lifecycle:
         self._perform(Move.CHECKPOINT, State.CHECKPOINTED, save_point=save_point)
         assert self.kernel.image is not None
         return self.kernel.image
+
+    def save(self, save_point: SavePoint, notebook: bytes | None = None) -> Image:
+        """Write everything to an image, which stays under its name; the kernel pauses for that, and continues.
+
+        ``notebook``: its document, to be kept with it.  After failure the kernel is as it was before.  Raises
+        `SavePointExists`, `BadRequest` for a name that none can have.
+        """
+        with self.kernel.lock:
+            require_free_name(self.engine.store.images(), self.home.kernel_id, save_point.name)
+            self.kernel.save_point = None
+            self._perform(Move.SAVE, State.CHECKPOINTED, save_point=save_point, notebook=notebook)
+            assert self.kernel.save_point is not None
+            return self.kernel.save_point
 
     def restore(self, gpu_map: Mapping[str, str] | None = None, *, accept_changed_files: bool | None = None) -> None:
         """Restore the image, on the GPUs named by ``gpu_map`` (old UUID: new UUID) or the same ones.
@@ -229,7 +242,8 @@ class Lifecycle:
                 dump.write_ahead(kernel)
             elif self.state is not State.SUSPENDED and not kernel.settings.keep_chunks:
                 host_memory.discard_chunks(kernel)
-            if failure is not None and self.state is not goal:
+            done = kernel.save_point is not None if verb is Move.SAVE else self.state is goal
+            if failure is not None and not done:
                 final = failures.final_error(self.kernel, failure)
                 if again and kernel.image is not None and type(failure) in failures.BY_CHANCE:
                     final.hint = failures.TRIED_TWICE.format(image=kernel.image.id)
@@ -258,4 +272,6 @@ class Lifecycle:
         finally:
             attempt.reservation.close()
             attempt.resources.close()
+            if attempt.draft is not None:  # of a save point that could not be published
+                attempt.draft.discard()
             self.kernel.attempt = None

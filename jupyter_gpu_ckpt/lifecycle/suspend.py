@@ -197,7 +197,8 @@ def quiesce(attempt: Attempt) -> None:
     kernel.saved, kernel.refusal = Saved(), None
     if not kernel.home.has_agent:
         return
-    report = request_agent(kernel, "quiesce", {"trim": True, "files": True}).get("report", {})
+    content = {"trim": True, "files": True, "summary": attempt.save_point is not None}
+    report = request_agent(kernel, "quiesce", content).get("report", {})
     attempt.traced.bytes = report.get("trimmed_bytes")
     try:
         pid, engine = kernel.require_capsule().host_pid, kernel.engine

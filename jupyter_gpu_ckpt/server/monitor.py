@@ -25,6 +25,7 @@ VERBS = {
     State.SUSPENDING: "suspend",
     State.RESUMING: "resume",
     State.DUMPING: "checkpoint",
+    State.SAVING: "save",
     State.RESTORING: "restore",
 }
 
@@ -126,7 +127,7 @@ class Sizes:
         on_device = sum(self.device.values())
         if step in (Step.CUDA_SUSPEND, Step.CUDA_RESUME):
             return on_device
-        if step in (Step.DUMP, Step.PUBLISH):
+        if step in (Step.DUMP, Step.PUBLISH, Step.KEEP):
             return self.host + on_device
         return self.image if step is Step.CRIU_RESTORE else 0
 

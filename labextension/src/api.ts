@@ -5,7 +5,16 @@
  */
 
 export type State =
-  'starting' | 'running' | 'suspending' | 'suspended' | 'resuming' | 'dumping' | 'checkpointed' | 'restoring' | 'dead';
+  | 'starting'
+  | 'running'
+  | 'suspending'
+  | 'suspended'
+  | 'resuming'
+  | 'dumping'
+  | 'saving'
+  | 'checkpointed'
+  | 'restoring'
+  | 'dead';
 
 export type Verb = 'suspend' | 'resume' | 'checkpoint' | 'restore';
 

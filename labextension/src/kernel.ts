@@ -13,6 +13,7 @@ const PHASES: Record<State, Phase> = {
   suspended: 'suspended',
   resuming: 'waking',
   dumping: 'checkpointing',
+  saving: 'running',
   checkpointed: 'checkpointed',
   restoring: 'waking',
   dead: 'dead'

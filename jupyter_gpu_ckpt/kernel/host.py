@@ -105,6 +105,9 @@ class KernelOwner(Protocol):
     def protection_changed(self, until: float | None) -> None: ...
     def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None: ...
     def start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None: ...
+    def branch_requested(
+        self, content: Mapping[str, Any], on_end: Callable[[str, GpuCkptError | None], None]
+    ) -> None: ...
 
 
 def _back_info(directory: Path, front: Mapping[str, Any], sockets: str = "") -> dict[str, Any]:
@@ -594,6 +597,8 @@ class KernelHost:
             restart = bool(content.get("restart"))
             arguments = (functools.partial(self._shut_down, lifecycle, restart), gate)
             threading.Thread(target=self._run_verb, args=arguments, name="gpu-ckpt-shutdown", daemon=True).start()
+        elif verb == "branch":
+            self._owner.branch_requested(content, functools.partial(self._report_branch, gate))
         elif verb in verbs:
             self.worker.submit(functools.partial(self._run_verb, verbs[verb], gate))
         else:
@@ -602,6 +607,15 @@ class KernelHost:
     def _shut_down(self, lifecycle: Lifecycle, restart: bool) -> None:
         lifecycle.terminate()
         self._owner.keep_or_discard_image(lifecycle, restart)
+
+    def _report_branch(self, gate: Gate, kernel_id: str, error: GpuCkptError | None) -> None:
+        """Tell the user of a requested branch, in the next cell, which kernel it is or why there is none."""
+        with contextlib.suppress(GpuCkptError):  # its kernel has ended
+            if error is not None:
+                self._log.warning("Kernel %s: a requested branch failed: %s", self.kernel_id, error.code)
+                self.agent_requests.report_failure(error, gate)
+            else:
+                gate.notify(f"The branch is kernel {kernel_id}.")
 
     def _run_verb(self, call: Callable[[], Any], gate: Gate) -> None:
         try:

@@ -28,6 +28,7 @@ from ..kernel.orphans import Orphan, find_orphan
 from ..kernel.provisioner import PROVISIONER, GpuCkptProvisioner
 from ..node.requirements import VARIABLE
 from . import drain, models
+from .branches import Branches
 from .cold import ColdTier
 from .events import Events, Log
 from .gpu_usage import GpuUsage
@@ -98,6 +99,7 @@ class GpuCkptApp(ExtensionApp):
         self.monitor.listeners += [Log(self.serverapp.log), events, self._metrics, self.usage, self._publisher]
         self.idle = IdlePolicy(self.provisioners, parent=self)
         self.cold = ColdTier(self.store, provisioner.archive_url, provisioner.archive_after, self.serverapp.log)
+        self.branches = Branches(self.serverapp, self.store)
         self._diagnosis: tuple[float, dict[str, Any]] | None = None
         self._diagnosing = asyncio.Lock()
         manager, sessions, self._readiness = self.serverapp.kernel_manager, self.serverapp.session_manager, Readiness()
@@ -106,6 +108,7 @@ class GpuCkptApp(ExtensionApp):
         if isinstance(manager, CheckpointKernelManagerMixin):
             manager.readiness = self._readiness
             manager.on_kernel = self.monitor.add
+            manager.start_branch = self.branches.start
             manager.idle_seconds = self.idle.idle_seconds
 
     def initialize_handlers(self) -> None:

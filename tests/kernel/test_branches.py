@@ -97,7 +97,7 @@ async def test_two_branches_of_a_point_are_equal_there_and_share_nothing_that_mu
     await kernel.run("import os, random, numpy, torch, ssl, tempfile; pages = [bytes([n]) * 4096 for n in range(200)]")
     await kernel.run("random.seed(7); numpy.random.seed(7); torch.manual_seed(7); ssl.RAND_bytes(8)")
     await kernel.run(IDENTITY)
-    image = await kernel.provisioner.checkpoint()
+    image = await kernel.provisioner.save("point")
     async with (
         branch_of(image.id, kernel, tmp_path / "one") as one,
         branch_of(image.id, kernel, tmp_path / "two") as two,

@@ -514,6 +514,12 @@ class SavePointNotFound(ImageNotFound, code="SAVE_POINT_NOT_FOUND"):
     default_hint = "`jupyter gpu-ckpt list` shows the save points of all kernels."
 
 
+class TemplateNotFound(ImageNotFound, code="TEMPLATE_NOT_FOUND"):
+    """There is no template of this name."""
+
+    default_hint = "`jupyter gpu-ckpt template list` shows the templates."
+
+
 class SavePointExists(ImageError, code="SAVE_POINT_EXISTS"):
     """The kernel has a save point of this name already."""
 

@@ -36,6 +36,7 @@ def become_another(kernel: Any, content: Mapping[str, Any], errors: list[str]) -
             if name in sys.modules:
                 probes.probe(errors, name, _reseeding(name, reseed), None)
     if "environ" in content:
+        probes.probe(errors, "history", lambda: _forget_cells(kernel), None)
         probes.probe(errors, "environment", lambda: _replace_environment(content["environ"]), None)
     if notebook := content.get("notebook"):
         os.environ["JPY_SESSION_NAME"] = notebook
@@ -74,6 +75,15 @@ def _reseed_openssl() -> None:
             ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW).RAND_add(seed, len(seed), ctypes.c_double(len(seed)))
     if (ssl := sys.modules.get("_ssl")) is not None:  # it may be linked into Python itself
         ssl.RAND_add(os.urandom(_SEED), float(_SEED))
+
+
+def _forget_cells(kernel: Any) -> None:
+    """Number the cells from 1: those of a template are of another notebook.  Its variables stay."""
+    shell, manager = kernel.shell, kernel.shell.history_manager
+    shell.execution_count = 1
+    manager.input_hist_parsed[:] = manager.input_hist_raw[:] = [""]
+    manager.output_hist.clear()
+    manager.db_input_cache, manager.db_output_cache = [], []
 
 
 def _loaded(name: str) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 from ..errors import ImageArchived
 from . import lease, links, verify
 from .image import Image
+from .save_point import SavePoint
 from .store import Store
 
 #: Seconds to wait for others that copy or restore the source.
@@ -51,8 +52,10 @@ def tidy(source: Image) -> None:
         links.keep(source.manifest)
 
 
-def copy(store: Store, source: Image, kernel: NewKernel) -> Image:
+def copy(store: Store, source: Image, kernel: NewKernel, keep_as: SavePoint | None = None) -> Image:
     """Make and return an image of ``kernel`` from ``source``.  After failure nothing is left of it.
+
+    ``keep_as``: the image is to stay when a kernel has started from it.
 
     Raises `ImageArchived`, `ImageForged`, `ImageDamaged`, `ImageNotFound`, `ImageBusy`, `NoSpace`, `QuotaExceeded`,
     `StoreUnwritable`, `KeyUnusable`.
@@ -81,7 +84,7 @@ def copy(store: Store, source: Image, kernel: NewKernel) -> Image:
                     report={**manifest.report, "tracked": []},
                     fingerprint={**manifest.fingerprint, "ports": [], "sockets": []},
                     branched_from=kernel.origin(source),
-                    save_point=None,
+                    save_point=keep_as.as_dict() if keep_as is not None else None,
                 )
             )
         except BaseException:

@@ -51,9 +51,6 @@ from .engine import shared_engine, with_own_store
 from .host import UNFIT, BranchPoint, KernelHost, Launch
 from .orphans import Orphan, find_orphan, newest_images, not_attached_notice
 
-#: The provisioner's name in kernelspecs and configurations (its entry point).
-PROVISIONER = "gpu-ckpt-provisioner"
-
 
 class GpuCkptProvisioner(LocalProvisioner):
     """Starts kernels in capsules behind a gate, and moves them between GPU, RAM and disk.

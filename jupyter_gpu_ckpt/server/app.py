@@ -24,8 +24,9 @@ from ..doctor import checks, fixes
 from ..doctor.probes import EXTENSION, missing_native_parts
 from ..errors import GpuCkptError, StateError
 from ..image.store import Image, Store
+from ..kernel.agent_injection import PROVISIONER
 from ..kernel.orphans import Orphan, find_orphan
-from ..kernel.provisioner import PROVISIONER, GpuCkptProvisioner
+from ..kernel.provisioner import GpuCkptProvisioner
 from ..node.requirements import VARIABLE
 from . import drain, models
 from .branches import Branches

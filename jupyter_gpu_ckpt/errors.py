@@ -526,6 +526,15 @@ class SavePointExists(ImageError, code="SAVE_POINT_EXISTS"):
     default_hint = "Choose another name, or delete that save point first."
 
 
+class FilesDiffer(ImageError, code="FILES_DIFFER"):
+    """Files that the kernel had open at the save point are not as they were, and nobody has chosen which it gets."""
+
+    default_hint = (
+        "Choose for each, or for all: as it was then, which replaces it (`--files then`), or as it is now "
+        "(`--files now`)."
+    )
+
+
 class ImageBusy(ImageError, code="IMAGE_BUSY"):
     """The image is being used by another process."""
 

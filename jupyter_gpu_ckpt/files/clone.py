@@ -1,51 +1,71 @@
-"""Copies of files that share their blocks where the file system can do that (FICLONE: XFS, Btrfs, bcachefs)."""
+"""Copies of files, which share their blocks with the original where the file system can (a reflink)."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 from pathlib import Path
 
-_FICLONE = 0x40049409  # <linux/fs.h>
-#: Bytes that are copied at once, where blocks cannot be shared.
-_AT_ONCE = 64 << 20
+#: <linux/fs.h>
+_FICLONE = 0x40049409
+#: Bytes that are copied at a time.
+_BLOCK = 8 << 20
 
 
-def clone(source: Path, target: Path) -> None:
-    """Make ``target`` a copy of a regular file, readable by its owner alone; holes stay holes.  Raises `OSError`.
+def copy(source: Path, target: Path, most: int) -> int | None:
+    """Copy a regular file to the new file ``target``; return the bytes that this has cost: 0 for a reflink.
 
-    After failure ``target`` may be there, incomplete.
+    Returns None, and makes no file, where that would cost more than ``most`` bytes.  Raises `OSError`; then there is no
+    file either.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(source, flags), "rb", buffering=0) as original, open(_created(target), "wb", buffering=0) as copy:
+    fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb", buffering=0), open(target, "xb", buffering=0) as file:
         try:
-            fcntl.ioctl(copy.fileno(), _FICLONE, original.fileno())
-        except OSError:  # another file system, or one that cannot
-            _copy(original.fileno(), copy.fileno())
-
-
-def _created(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-
-
-def _copy(source: int, target: int) -> None:
-    size, at = os.fstat(source).st_size, 0
-    os.ftruncate(target, size)
-    while at < size:
-        try:
-            at = os.lseek(source, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but a hole is left
-                return
+            os.fchmod(file.fileno(), 0o600)
+            try:
+                fcntl.ioctl(file.fileno(), _FICLONE, fd)
+                return 0
+            except OSError:  # another file system, or one without reflinks
+                size = os.fstat(fd).st_size
+            if size <= most:
+                return _copied(fd, file.fileno())
+        except BaseException:
+            target.unlink()
             raise
-        end = os.lseek(source, at, os.SEEK_HOLE)
-        while at < end:
-            count = os.sendfile(target, source, at, min(_AT_ONCE, end - at)) if _seek(target, at) else 0
-            if count == 0:
-                raise OSError(errno.EIO, "the file became shorter while it was copied")
+    target.unlink()
+    return None
+
+
+def _copied(source: int, target: int) -> int:
+    """Copy the content of a file, whose holes stay holes; return the bytes copied.  Raises `OSError`."""
+    size = os.fstat(source).st_size
+    os.truncate(target, size)
+    at = copied = 0
+    while at < size:
+        begin, at = _data(source, at, size)
+        copied += _copy_range(source, target, begin, at)
+    return copied
+
+
+def _data(source: int, at: int, size: int) -> tuple[int, int]:
+    """Return where the next data in a file begins and ends; all of it where the file system knows no holes."""
+    try:
+        begin = os.lseek(source, at, os.SEEK_DATA)
+        return begin, os.lseek(source, begin, os.SEEK_HOLE)
+    except OSError as error:
+        return (size, size) if error.errno == errno.ENXIO else (at, size)
+
+
+def _copy_range(source: int, target: int, begin: int, end: int) -> int:
+    at = begin
+    with contextlib.suppress(OSError):  # between file systems of different kinds
+        while at < end and (count := os.copy_file_range(source, target, min(_BLOCK, end - at), at, at)):
             at += count
-
-
-def _seek(descriptor: int, at: int) -> bool:
-    return os.lseek(descriptor, at, os.SEEK_SET) == at
+    while at < end and (block := os.pread(source, min(_BLOCK, end - at), at)):
+        written = 0
+        while written < len(block):
+            written += os.pwrite(target, block[written:], at + written)
+        at += len(block)
+    return at - begin

@@ -18,8 +18,8 @@ from typing import Any
 from filelock import FileLock
 
 from ..errors import KeyUnusable
+from ..files import clone
 from ..files.atomic import flush, write_atomically
-from ..files.clone import clone
 from ..files.disk import mapped_errors
 from . import device_memory, encryption, layout, lease, links, verify
 from .encryption import Vault
@@ -56,6 +56,8 @@ class Draft:
         self._copied_encryption: dict[str, Any] | None = None
         self._lock = FileLock(root / f"{layout.DRAFT}{id}{layout.LOCK}", timeout=0, mode=0o600)
         self._form = encryption.Form(vault, id, self.path / layout.CRIU)
+        #: The image's directory, once it is one.
+        self.target = root / id
         #: The directory that CRIU writes to; for an encrypted image it lies in memory.
         self.criu_directory = self._form.criu_directory
         try:
@@ -102,7 +104,7 @@ class Draft:
                 if name == layout.SESSION:
                     continue
                 (self.path / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                clone(source.path / name, self.path / name)
+                clone.copy(source.path / name, self.path / name, most=entry.bytes)
                 self._known[name] = entry
         self._copied_encryption = source.manifest.encryption
 
@@ -154,7 +156,7 @@ class Draft:
             directories = [path for path in self.path.rglob("*") if path.is_dir()]
             for directory in (*directories, self.path):
                 flush(directory)
-            target = self._root / self.id
+            target = self.target
             if sleeps_in_save_point:
                 Image(target, manifest).unretire()  # of a server that ends now, the next one must know
             self.path.rename(target)
@@ -181,7 +183,8 @@ class Draft:
                 links.remove_abandoned(self._journal, {*others} - {self._journal}, self._needed_links())
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
-            layout.mark(self._root / self.id, layout.ASLEEP).unlink(missing_ok=True)
+            layout.mark(self.target, layout.ASLEEP).unlink(missing_ok=True)
+        shutil.rmtree(self.target.with_name(f"{layout.LINKED}{self.id}"), ignore_errors=True)
         self._unlock()
 
     def _unlock(self) -> None:

@@ -34,6 +34,7 @@ NOTEBOOK = "notebook.ipynb"
 #: Patterns for names as a manifest lists them: pages, and files of device memory.
 PAGES_FILES = f"{CRIU}/{PAGES}"
 DEVICE_FILES = f"{CRIU}/{DEVICE}/*"
+KEPT_FILES = f"{CRIU}/{KEPT}/*"
 
 # -- in the image directory, beside the images
 
@@ -52,8 +53,12 @@ RETIRED, ACCEPTS, ARCHIVED, SENT = ".retired", ".accepts", ".archived", ".sent"
 ASLEEP = ".asleep"
 #: The same: CRIU restores it (`links.ghosts_removed`).
 RESTORING = ".restoring"
+#: The same of a save point in which a kernel sleeps: the files that were replaced since.
+REPLACED = ".replaced"
+#: The prefix of a directory with hard links to files that a save point needs.
+LINKED = ".kept-"
 #: All that are removed with the image.
-MARKS = (LOCK, RETIRED, ACCEPTS, ASLEEP, ARCHIVED, RESTORING)
+MARKS = (LOCK, RETIRED, ACCEPTS, ASLEEP, REPLACED, ARCHIVED, RESTORING)
 
 
 def mark(path: Path, suffix: str) -> Path:

@@ -30,12 +30,12 @@ from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
 from ..errors import GpuCkptError, HostError, KernelUnfit, StateError
 from ..gate.gate import Gate, GateState
-from ..image import save_point
 from ..image.encryption import Vault
 from ..image.quota import Quota
-from ..image.save_point import SavePoint
+from ..image.save_point import SavePoint, find
 from ..image.store import Image, Store
 from ..lifecycle import endings
+from ..lifecycle.context import FilesChoice
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
 from ..lifecycle.rates import RATES
@@ -139,6 +139,18 @@ class GpuCkptProvisioner(LocalProvisioner):
     template = Unicode(
         help="Name of an image that kernels start from, in place of a launch; a kernelspec sets it (`jupyter gpu-ckpt "
         "template create`)."
+    ).tag(config=True)
+    automatic_save_points = Int(
+        5,
+        min=1,
+        help="How many automatic save points of a kernel are kept, the newest. Those that a user has named stay.",
+    ).tag(config=True)
+    save_point_file_bytes = Int(
+        256 << 20,
+        min=0,
+        help="Limit in bytes for the copies of files that a kernel has open for writing, at each save point. The "
+        "kernel waits for the copies. On a file system with reflinks (Btrfs, XFS) they cost nothing and are not "
+        "counted. A file that is not copied can only be taken as it is when the kernel goes back.",
     ).tag(config=True)
 
     fast_path = Enum(
@@ -275,7 +287,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         """
         lifecycle, engine = self._checkpointable(), self._checkpointable().engine
         if name:
-            return save_point.find(await asyncio.to_thread(engine.store.images), self.kernel_id, name)
+            return find(await asyncio.to_thread(engine.store.images), self.kernel_id, name)
         if (own := lifecycle.image) is not None and lifecycle.state is State.CHECKPOINTED:
             return own
         point = SavePoint(f"branch {time.strftime('%Y-%m-%d %H:%M:%S')} {secrets.token_hex(2)}", automatic=True)
@@ -289,6 +301,21 @@ class GpuCkptProvisioner(LocalProvisioner):
             raise StateError("What a branch has otherwise is known of an image only; the kernel is awake.", hint=hint)
         image = await self.branch_image(name)
         return await asyncio.to_thread(branching.plan, lifecycle.engine.store, image)
+
+    async def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
+        """Go back to the save point of this name, with the same id and connections; messages wait meanwhile.
+
+        The present state is saved first, as an automatic save point, which is returned.  ``files``: ``then`` or
+        ``now``, for all files that differ or by path; `FilesDiffer` names those without a choice.  ``notebook``: the
+        present document, to be kept with the present state.  After failure the kernel is as it was.
+        """
+
+        def back(name: str, files: FilesChoice, notebook: bytes | None) -> Image:
+            lifecycle = self._checkpointable()
+            point = find(lifecycle.engine.store.images(), lifecycle.home.kernel_id, name)
+            return lifecycle.back(point, files, notebook)
+
+        return await self._host.worker.verb("back", back, name, files, notebook)
 
     async def restore(
         self, gpu_map: Mapping[str, str] | None = None, *, accept_changed_files: bool | None = None
@@ -473,6 +500,8 @@ class GpuCkptProvisioner(LocalProvisioner):
                 warm=self.warm_suspend,
                 keep_chunks=self.keep_chunks,
                 write_ahead=self.write_ahead,
+                kept_file_bytes=self.save_point_file_bytes,
+                automatic_save_points=self.automatic_save_points,
             ),
             fast_path=self.fast_path == "auto",
             stdout=kwargs.get("stdout"),

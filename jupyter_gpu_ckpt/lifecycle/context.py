@@ -10,7 +10,7 @@ import enum
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from ..errors import CapsuleGone, CriuError, GpuCkptError, KernelLost, Unsupport
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
+from ..image.kept_files import KeptFile
 from ..image.lease import Lease
 from ..image.manifest import Manifest
 from ..image.save_point import SavePoint
@@ -282,6 +283,10 @@ class KernelState:
         return self.settings.base + bytes / self.settings.slowest_rate
 
 
+#: The files that a kernel that goes back gets: ``then`` or ``now``, for all or by path; None: nobody has chosen.
+FilesChoice = Mapping[str, str] | str | None
+
+
 @dataclass
 class Attempt:
     """One run of one verb; a wake that is tried twice has two."""
@@ -295,6 +300,12 @@ class Attempt:
     save_point: SavePoint | None = None
     #: The notebook's document for the save point.
     notebook: bytes | None = None
+    #: Files to keep in the save point, besides those that the kernel has open.
+    also_keep: Sequence[str] = ()
+    #: The save point of the state that the kernel goes back from; None for a wake.
+    present: Image | None = None
+    #: The files that a kernel that goes back gets.
+    files: FilesChoice = None
     #: Whether the verb has failed a moment ago.
     again: bool = False
     #: Whether a kernel that is restored is to have its children before it has answered.
@@ -319,6 +330,8 @@ class Attempt:
     fingerprint: dict[str, Any] = field(default_factory=dict)
     #: Settings of each process that CRIU forgets and a restore puts back (`process.inventory`).
     notes: dict[str, Any] = field(default_factory=dict)
+    #: The user's files in the draft of a save point.
+    kept: dict[str, KeptFile] = field(default_factory=dict)
     #: Bytes of device memory that were written beside CRIU's files.
     swapped_bytes: int = 0
     #: Bytes of pages that CRIU has written and that were dropped, as another process has them, too.
@@ -333,6 +346,8 @@ class Attempt:
     verification: BackgroundTask | None = None
     #: GPUs by the UUID of the node that made the image.
     gpu_mapping: dict[str, str] | None = None
+    #: Paths of files to be put back as they were at the save point.
+    put_back: list[str] = field(default_factory=list)
     #: Paths of files that were changed since the checkpoint and are accepted.
     changed_files: list[str] = field(default_factory=list)
     #: Arguments for `Capsule.hold_databases`.

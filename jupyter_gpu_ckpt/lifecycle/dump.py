@@ -23,7 +23,7 @@ from ..criu.shared_pages import SharedPages
 from ..cuda.cuda import CudaState
 from ..errors import GpuCkptError
 from ..files.disk import mapped_errors
-from ..image import chunk_cache, device_memory, layout
+from ..image import chunk_cache, device_memory, kept_files, layout
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
@@ -210,6 +210,7 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
             _require_restorable(draft.criu_directory)
             attempt.fingerprint = _fingerprint(attempt, draft.criu_directory)
             attempt.notes = _require_proven(inspection.result(), draft.criu_directory)
+        _keep_files(attempt, draft)
         _require_fit(kernel)  # the parent of a process may have been killed meanwhile: then it is not in the image
         return draft.size() + attempt.dropped_bytes
     except BaseException:
@@ -218,6 +219,16 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
         with contextlib.suppress(errors.CapsuleError, errors.CapsuleGone):  # it ended
             _resume_processes(attempt)  # CRIU may have succeeded, and its answer come too late
         raise
+
+
+def _keep_files(attempt: Attempt, draft: Draft) -> None:
+    """Keep the files that the stopped processes use, for a save point."""
+    if attempt.save_point is None:
+        return
+    directory, links = draft.criu_directory / layout.KEPT, kept_files.links_directory(draft.target)
+    files = attempt.fingerprint.get("files", {})
+    most = min(attempt.kernel.settings.kept_file_bytes, max(0, attempt.kernel.engine.store.free() - preflight.MARGIN))
+    attempt.kept = kept_files.keep(files, attempt.also_keep, directory, links, most)
 
 
 @contextlib.contextmanager
@@ -400,6 +411,10 @@ def _published(attempt: Attempt, **claim: Any) -> Image:
     assert draft is not None and manifest is not None
     if kernel.home.write_session is not None:
         kernel.home.write_session(draft.path)
+    if manifest.save_point is not None:
+        with mapped_errors(kernel.engine.store.root):
+            files = kept_files.hashed(attempt.kept, draft.criu_directory / layout.KEPT)
+        manifest = dataclasses.replace(manifest, save_point={**manifest.save_point, "files": files})
     if attempt.notebook is not None:
         with mapped_errors(kernel.engine.store.root):
             kept = draft.criu_directory / layout.KEPT

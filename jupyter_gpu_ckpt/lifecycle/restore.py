@@ -35,7 +35,7 @@ from ..node.match import Mismatch, accepted_files, require
 from ..terminal_text import printable
 from ..transfer import archive
 from ..transfer.remote import Remote
-from . import compatibility, host_memory
+from . import compatibility, going_back, host_memory
 from .context import MOVED, Attempt, Home, KernelState, Reason, Saved
 
 #: Seconds to wait for a lease that another process has for a moment only: the cold tier, as it sends the content away.
@@ -52,7 +52,7 @@ def match(attempt: Attempt) -> None:
     try:
         links.put_back(image.manifest)  # of a restore whose process was killed
         if image.archived:
-            _fetch_content(kernel, image)
+            fetch_content(kernel, image)
         attempt.verification = store.begin_check(image)
         attempt.resources.callback(attempt.verification.cancel, wait_for_end=True)
         attempt.changed_files = _require_match(attempt, image)
@@ -82,7 +82,8 @@ def _end_lease(attempt: Attempt) -> None:
     lease.release()
 
 
-def _fetch_content(kernel: KernelState, image: Image) -> None:
+def fetch_content(kernel: KernelState, image: Image) -> None:
+    """Fetch the content of a leased image from the cold tier.  Raises `ImageArchived` where that cannot be."""
     url, cancellation = kernel.settings.archive_url, kernel.cancellation
     if not url:
         raise ImageArchived("The content of the image is in the cold tier.", image=image.id)
@@ -101,7 +102,7 @@ def _require_match(attempt: Attempt, image: Image) -> list[str]:
     kernel, settings = attempt.kernel, attempt.kernel.settings
     if (accept := attempt.accept_changed_files) is None:
         accept = settings.accept_changed_files or image.accepts_changed_files
-    found = _mismatches(attempt, image, accept)
+    found = _settled(attempt, image, accept)
     deadline = time.monotonic() + settings.lingering
     if lingering := [mismatch.what for mismatch in found if mismatch.found == LINGERS]:
         kernel.gate.print_notice(f"The kernel wakes as soon as this is free: {', '.join(lingering)} ({LINGERS}).")
@@ -109,13 +110,25 @@ def _require_match(attempt: Attempt, image: Image) -> list[str]:
         # The kernel's own port, from before its checkpoint: the system gives it back by itself.
         if kernel.cancellation.wait(0.2, Reason.DETACH_SOON):
             break
-        found = _mismatches(attempt, image, accept)
+        found = _settled(attempt, image, accept)
     if any(mismatch.hard for mismatch in found) and not accept:
-        accepted = _mismatches(attempt, image, True)
+        accepted = _settled(attempt, image, True)
         if not any(mismatch.hard for mismatch in accepted) and _user_accepts(kernel, accepted_files(accepted)):
             found = accepted
     require(found, image.id)
     return accepted_files(found)
+
+
+def _settled(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
+    """Return the mismatches, but for files that are put back as they were, or are wanted as they are now."""
+    goes_back = attempt.present is not None
+    files = (attempt.files or (going_back.NOW if accept else None)) if goes_back else going_back.replaced(image)
+    if not image.is_save_point or not (goes_back or files):
+        return _mismatches(attempt, image, accept)
+    found, attempt.put_back = going_back.settle(
+        image, files, lambda accepted: _mismatches(attempt, image, accept or accepted), insist=goes_back
+    )
+    return found
 
 
 def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
@@ -176,6 +189,7 @@ def criu_restore(attempt: Attempt) -> None:
         kernel.cancellation.check(Reason.END)
         with (
             kernel.engine.store.readable(kernel.image) as files,
+            _files_put_back(attempt, files),
             _criu_directory(attempt, files.criu_directory) as directory,
             _device_memory_read(attempt, capsule, files),
             links.ghosts_removed(files.criu_directory, layout.mark(kernel.image.path, layout.RESTORING)),
@@ -212,6 +226,14 @@ def _serves_clients(manifest: Manifest, home: Home) -> bool:
     """Return whether the kernel itself has the sockets that clients connect to: those of a script, its child has."""
     sockets = manifest.notes.get(str(manifest.pid), {}).get("sockets", {}).values()
     return any("path" in each and each["path"]["path"].startswith(home.own_sockets) for each in sockets)
+
+
+@contextlib.contextmanager
+def _files_put_back(attempt: Attempt, files: Readable) -> Iterator[None]:
+    """Put files back as they were at the save point, before the body.  They stay when that fails: see `replaced`."""
+    assert attempt.kernel.image is not None
+    going_back.put_files_back(attempt.kernel.image, attempt.put_back, files, attempt.present)
+    yield
 
 
 @contextlib.contextmanager
@@ -329,8 +351,14 @@ def remove_image(kernel: KernelState) -> int:
 def _keep_save_point(image: Image) -> None:
     """Leave a save point as it was before its kernel came back from it."""
     links.keep(image.manifest)
+    release_save_point(image)
+
+
+def release_save_point(image: Image) -> None:
+    """Record that the kernel does not sleep in a save point, and lives from it no more than from others."""
     image.retire()
     image.withdraw_claim()
+    layout.mark(image.path, layout.REPLACED).unlink(missing_ok=True)
 
 
 def retire_image(kernel: KernelState) -> Image | None:

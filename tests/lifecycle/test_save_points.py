@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from jupyter_gpu_ckpt.errors import SavePointExists
+from jupyter_gpu_ckpt.errors import FilesDiffer, GpuCkptError, SavePointExists, SavePointNotFound
 from jupyter_gpu_ckpt.image import layout, save_point
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 
@@ -89,3 +92,94 @@ async def test_a_suspended_kernel_is_saved_as_it_is(kernel):
     assert kernel.state == "suspended"
     kernel.lifecycle.engine.store.check(point)
     assert await kernel.run("print(x)") == "1"
+
+
+async def test_a_kernel_goes_back_and_forth_under_its_id_while_its_clients_stay_connected(kernel):
+    await kernel.run(LINKED)
+    await kernel.provisioner.save("one", b'{"cells": []}')
+    await kernel.run("x = 2; y = 5")
+    store, kernel_id = kernel.lifecycle.engine.store, kernel.provisioner.kernel_id
+    before = await kernel.provisioner.back("one", notebook=b'{"cells": [1]}')
+    assert await kernel.run("print(x, 'y' in dir(), linked.read())") == "1 False content"
+    facts = save_point.of_image(before)
+    assert facts is not None
+    assert (facts.automatic, before.retired, kernel.provisioner.kernel_id) == (True, True, kernel_id)
+    one = save_point.find(store.images(), kernel_id, "one")
+    assert [save_point.notebook(store, each) for each in (one, before)] == [b'{"cells": []}', b'{"cells": [1]}']
+
+    await kernel.provisioner.back(facts.name)
+    assert await kernel.run("print(x, y)") == "2 5"
+    await kernel.provisioner.checkpoint()
+    await kernel.provisioner.back("one")  # a sleeping kernel wakes for it
+    assert await kernel.run("print(x)") == "1"
+    with pytest.raises(SavePointNotFound, match="'two'"):
+        await kernel.provisioner.back("two")
+    assert [image.retired for image in store.images()] == [True] * 4
+    kernel.lifecycle.kernel.settings = replace(kernel.lifecycle.kernel.settings, automatic_save_points=2)
+    kernel.lifecycle.thin_out()
+    assert len(store.images()) == 3
+    assert one in store.images()
+
+
+WRITES = """
+log = open("log", "w+"); log.write("begun "); log.flush()
+table = open("table", "r+"); size = table.seek(0, 2)
+import mmap; code = open("code"); mapped = mmap.mmap(code.fileno(), 0, prot=mmap.PROT_READ); code.close()
+"""
+
+
+@pytest.mark.parametrize("choice", ["then", "now"])
+async def test_files_are_as_then_or_as_now_and_never_overwritten_without_a_word(kernel, tmp_path, choice):
+    for name in ("table", "code"):
+        (tmp_path / name).write_text(f"old {name} " * 1000)
+    await kernel.run(WRITES)
+    await kernel.provisioner.save("one")
+    await kernel.run("n = log.write('continued'); log.flush()")
+    (tmp_path / "table").write_text("new table " * 1000)
+    (tmp_path / "new").write_text("new code " * 1000)
+    (tmp_path / "new").replace(tmp_path / "code")  # as an installer does
+    with pytest.raises(FilesDiffer) as caught:
+        await kernel.provisioner.back("one")
+    differing = {Path(each["path"]).name: each["choices"] for each in caught.value.details["files"]}
+    assert differing == {"code": ["then", "now"], "log": ["then", "now"], "table": ["then", "now"]}
+    assert (tmp_path / "log").read_text() == "begun continued"
+    assert await kernel.run("print(n)") == "9", "it is not disturbed"
+
+    some = {str(tmp_path / name): choice for name in ("code", "log")}
+    with pytest.raises(FilesDiffer) as caught:
+        await kernel.provisioner.back("one", some)
+    assert [Path(each["path"]).name for each in caught.value.details["files"]] == ["table"]
+    before = await kernel.provisioner.back("one", {**some, str(tmp_path / "table"): "then"})
+    assert (tmp_path / "table").read_text() == "old table " * 1000
+    assert (tmp_path / "log").read_text() == ("begun " if choice == "then" else "begun continued")
+    assert (tmp_path / "code").read_text().startswith("old" if choice == "then" else "new")
+    assert await kernel.run("print('n' in dir(), mapped[:3])") == f"False {b'old' if choice == 'then' else b'new'}"
+    await kernel.run("log.write('anew'); log.close()")
+    assert (tmp_path / "log").read_text().startswith("begun anew")
+
+    facts = save_point.of_image(before)
+    assert facts is not None
+    await kernel.provisioner.back(facts.name, "then")
+    assert (tmp_path / "table").read_text() == "new table " * 1000
+    assert (tmp_path / "log").read_text() == "begun continued"
+    assert await kernel.run("print(n)") == "9"
+
+
+@pytest.mark.parametrize("step", ["match", "criu_restore", "thaw"])
+async def test_a_kernel_that_cannot_go_back_is_in_its_present_state_with_its_files(kernel, tmp_path, step):
+    await kernel.run("log = open('log', 'w'); log.write('begun '); log.flush(); x = 1")
+    await kernel.provisioner.save("one")
+    await kernel.run("x = 2; log.write('continued'); log.flush()")
+    tries = iter([1])
+
+    def fail(event) -> None:
+        if (event.kind, event.step) == ("completed", step) and next(tries, None) is not None:
+            raise RuntimeError("injected")
+
+    kernel.provisioner.faults.append(fail)
+    with pytest.raises(GpuCkptError, match="injected") as caught:
+        await kernel.provisioner.back("one", "then")
+    assert (kernel.state, caught.value.left) == ("running", "the kernel runs on")
+    assert await kernel.run("print(x)") == "2"
+    assert (tmp_path / "log").read_text() == "begun continued"
+    assert [image.retired for image in kernel.lifecycle.engine.store.images()] == [True, True]

@@ -34,7 +34,7 @@ class TemplateCommand(ImageCommand):
         option="IMAGE", option_name="from"
     )
     accept_differences = Bool(
-        False, help="Make the template also where its kernels cannot have what exists once (ports, sockets, locks)."
+        False, help="Do so although its kernels cannot have all of it, such as ports and locks."
     ).tag(option=True)
 
     def run(self) -> Result:

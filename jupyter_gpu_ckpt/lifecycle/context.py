@@ -233,6 +233,8 @@ class KernelState:
     #: Whether the gate has no connection to the process.  Without CUDA state that is made again by the next step that
     #: needs it; a suspended kernel, whose threads may be frozen, cannot answer it and is connected when it is resumed.
     disconnected: bool = False
+    #: Whether the kernel runs cells while it has CUDA state to resume: behind its launch gate (`State.OFF_GPU`).
+    serves_off_gpu: bool = False
     #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).
     supersedes_images: bool = False
 

@@ -70,14 +70,14 @@ def cuda_resume(attempt: Attempt) -> None:
             kernel.fast_path().open_launch_gate()
         capsule.unfreeze_threads(all=not attempt.alone)
         host_memory.end_spill(kernel)
-        kernel.saved.cuda = False
+        kernel.saved.cuda = kernel.serves_off_gpu = False
         attempt.gpu_mapping = None
 
 
 def connect(attempt: Attempt) -> None:
     """Connect the gate to the kernel, unless that is suspended: its threads may be frozen, and `thaw` does it."""
     kernel = attempt.kernel
-    if kernel.saved.cuda:
+    if kernel.saved.cuda and not kernel.serves_off_gpu:
         return
     # Nothing comes after an undo that could try again, so a kernel that lives gets all the time there is.
     patience = kernel.settings.base if attempt.unwinding else 0.0

@@ -1,4 +1,5 @@
-"""GPUs that kernels of several users share: which of them has its memory on a GPU, and which waits for it.
+"""Kernels of several users share the GPUs of one node: who may compute, who leaves, who waits and for how long.
 
-No daemon and no root: servers read each other's records in a directory that all users share, and each acts on its own.
+`participant` has what is known of one kernel, `records` shows it to the servers of all users, and `policy` decides from
+all of these together.
 """

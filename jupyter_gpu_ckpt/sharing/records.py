@@ -1,73 +1,48 @@
 """Records of the kernels that share this machine's GPUs: files in the directory of the GPU locks, one for each kernel.
 
-A record is written by its kernel's server and read by the servers of all users.  It says no more than: somebody, since
-when, how much, on which GPU, computing or idle, waiting since; and the user, who is the file's owner and not a part of
-its content.  Its name is random.
+A record is written by its kernel's server and read by the servers of all users.  It has a `Participant` without name,
+user and heartbeat: somebody, how much on which GPU, computing or idle, waiting since.  The name is the file's, which is
+random; the user is the file's owner; neither is a part of its content.
 
 Between users nothing is trusted.  A file is opened without following links and without waiting, so a FIFO or a link is
 no record; it is read up to a limit; content that is not exactly a record is none.  A user can lie about their own
 kernels, and has at most `PER_USER` of them.
 
-A record is void once its server is silent: its heartbeat is the time of the last change of the file, which only its
-owner can set, and which the owner sets to the machine's monotonic clock.  So a server that was killed, that is stopped
-(a lock of flock(2) would outlive that) or that lies in another boot is silent, and a step of the wall clock makes
-nobody silent.
+The heartbeat is the time of the last change of the file, which only its owner can set, and which the owner sets to the
+machine's monotonic clock.  A server that was killed, that is stopped (a lock of flock(2) would outlive that) or that
+belongs to another boot is silent, and a step of the wall clock makes nobody silent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
 import stat
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ..cuda.gpu_locks import NAME, READ, open_directory
+from .participant import Participant, Residence, Swap, Turn
+from .policy import SILENT_S
 
-#: Seconds between two heartbeats of a server, and seconds after the last one from which on its records are void.
-BEAT_S, SILENT_S = 0.5, 3.0
 #: Records that are read of one user, and entries of the directory that are considered at all.
 PER_USER, ENTRIES = 64, 8192
 #: Bytes of a record at most; seconds after which a user's own void records are deleted.
-_LONGEST, _GARBAGE_S = 8192, 60.0
+_LONGEST, _GARBAGE_S = 32768, 60.0
 _PREFIX = "kernel-"
 _FILE = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
-#: GPUs and bytes that a record can name.
-_GPUS, _BYTES = 64, 1 << 50
+#: GPUs, bytes and swaps that a record can have.
+_GPUS, _BYTES, _SWAPS = 64, 1 << 50, 128
 _VERSION = 1
-
-
-@dataclass(frozen=True)
-class RecordContent:
-    """The content of a record; times in seconds of `time.monotonic`, which is the same for all processes of a machine.
-
-    ``on_gpu``: bytes of device memory that the kernel has now, by GPU UUID.  ``needs``: bytes that it waits for.
-    ``computing``: a cell of it uses the GPU; ``since``: since when, or since when it is idle.  ``queued``: since when
-    it waits for ``needs``; None if it does not.  ``keeps``: it does not give its memory back, for a reason of its own.
-    """
-
-    on_gpu: Mapping[str, int] = field(default_factory=dict)
-    needs: Mapping[str, int] = field(default_factory=dict)
-    computing: bool = False
-    since: float = 0.0
-    queued: float | None = None
-    keeps: bool = False
-
-
-@dataclass(frozen=True)
-class Record:
-    """A record of any user, as it was read.  ``user``: numeric id; ``name``: random, the same as long as the kernel."""
-
-    name: str
-    user: int
-    content: RecordContent
+#: Fields that the file itself has.
+_OF_FILE = ("kernel", "user", "alive_at")
 
 
 class OwnRecord:
@@ -78,9 +53,11 @@ class OwnRecord:
         self._directory = directory
         self._last: bytes | None = None
 
-    def write(self, content: RecordContent) -> None:
-        """Have other servers read ``content`` from now on, or a heartbeat if it is what they read already."""
-        encoded = json.dumps({"version": _VERSION, **asdict(content)}).encode()
+    def write(self, participant: Participant) -> None:
+        """Have other servers read ``participant`` from now on, or a heartbeat if it is what they read already."""
+        facts = asdict(participant)
+        facts["swaps"] = facts["swaps"][-_SWAPS:]
+        encoded = json.dumps({"version": _VERSION, **{k: v for k, v in facts.items() if k not in _OF_FILE}}).encode()
         parent = open_directory(self._directory)
         try:
             if encoded == self._last and _beat(self.name, parent):
@@ -117,12 +94,12 @@ def _beat(name: str, parent: int) -> bool:
     return True
 
 
-def read(directory: Path) -> list[Record]:
-    """Return the records of all users that are not void, in the order of their names.  Never waits for anybody.
+def read(directory: Path) -> list[Participant]:
+    """Return the records of all users' servers that are not silent, by their names.  Never waits for anybody.
 
     This user's own files of servers that have ended are deleted.  Raises `OSError` where the directory cannot be used.
     """
-    found: list[Record] = []
+    found: list[Participant] = []
     counts: Counter[int] = Counter()
     parent = open_directory(directory)
     try:
@@ -130,72 +107,143 @@ def read(directory: Path) -> list[Record]:
             for _, entry in zip(range(ENTRIES), entries, strict=False):
                 if not entry.name.lstrip(".").startswith(_PREFIX):
                     continue
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, ValueError, RecursionError):
                     status = entry.stat(follow_symlinks=False)
                     if status.st_uid == os.geteuid() and _age(status) > _GARBAGE_S:
                         os.unlink(entry.name, dir_fd=parent)
                     elif _FILE.fullmatch(entry.name) and _is_alive(status):
                         counts[status.st_uid] += 1
-                        if counts[status.st_uid] <= PER_USER and (record := _read(entry.name, parent)) is not None:
-                            found.append(record)
+                        if counts[status.st_uid] <= PER_USER:
+                            found.append(_read(entry.name, parent))
     finally:
         os.close(parent)
-    return sorted(found, key=lambda record: record.name)
+    return sorted(found, key=lambda participant: participant.kernel)
 
 
 def _age(status: os.stat_result) -> float:
     """Return the seconds since the last heartbeat; of one that is no time of this boot, infinity."""
     age = time.monotonic() - status.st_mtime_ns / 1e9
-    return age if age >= -1.0 else float("inf")
+    return age if age >= -1.0 else math.inf
 
 
 def _is_alive(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_size <= _LONGEST and _age(status) < SILENT_S
 
 
-def _read(name: str, parent: int) -> Record | None:
+def _read(name: str, parent: int) -> Participant:
     descriptor = os.open(name, READ, dir_fd=parent)
     try:
         status = os.fstat(descriptor)  # of what was opened: another file may have the name since
-        content = _parsed(os.read(descriptor, _LONGEST)) if _is_alive(status) else None
+        if not _is_alive(status):
+            raise ValueError("no record")
+        participant = _decoded(json.loads(os.read(descriptor, _LONGEST)))
     finally:
         os.close(descriptor)
-    return Record(name, status.st_uid, content) if content is not None else None
-
-
-def _parsed(encoded: bytes) -> RecordContent | None:
-    try:
-        document = json.loads(encoded)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(document, dict) or document.get("version") != _VERSION:
-        return None
     now = time.monotonic()
-    on_gpu, needs = _bytes(document.get("on_gpu")), _bytes(document.get("needs"))
-    since, queued = _time(document.get("since"), now), document.get("queued")
-    waits = None if queued is None else _time(queued, now)
-    flags = [document.get(name) for name in ("computing", "keeps")]
-    if on_gpu is None or needs is None or since is None or not all(isinstance(flag, bool) for flag in flags):
-        return None
-    if queued is not None and waits is None:
-        return None
-    computing, keeps = map(bool, flags)
-    return RecordContent(on_gpu, needs, computing, since, waits, keeps)
+    alive_at = min(status.st_mtime_ns / 1e9, now)
+    return replace(participant, kernel=name, user=str(status.st_uid), alive_at=alive_at)
 
 
-def _bytes(value: Any) -> dict[str, int] | None:
-    if not isinstance(value, dict) or len(value) > _GPUS:
-        return None
-    for uuid, number in value.items():
-        if not NAME.fullmatch(uuid) or isinstance(number, bool) or not isinstance(number, int):
-            return None
-        if len(uuid) > 64 or not 0 <= number <= _BYTES:
-            return None
+# -- content, of which nothing is believed: all functions raise `ValueError`
+
+
+def _decoded(document: Any) -> Participant:
+    if not isinstance(document, dict) or document.get("version") != _VERSION:
+        raise ValueError("no record of this version")
+    get, now = document.get, time.monotonic()
+    participant = Participant(
+        kernel="",
+        user="",
+        alive_at=0.0,
+        gpus=_uuids(get("gpus")),
+        needs=_sizes(get("needs")),
+        residence=Residence(get("residence")),
+        on=_uuids(get("on")),
+        resident=_sizes(get("resident")),
+        was_on=_uuids(get("was_on")),
+        moving_since=_time_or_none(get("moving_since"), now),
+        waiting_since=_time_or_none(get("waiting_since"), now),
+        turn=_turn(get("turn"), now),
+        turns=_count(get("turns")),
+        served_at=_time_or_none(get("served_at"), now),
+        idle_since=_time(get("idle_since"), now),
+        mirrored=_flag(get("mirrored")),
+        can_leave=_flag(get("can_leave")),
+        can_pause=_flag(get("can_pause")),
+        protected=_flag(get("protected")),
+        protect_used=_seconds(get("protect_used")),
+        leave_seconds=_seconds(get("leave_seconds")),
+        arrive_seconds=_seconds(get("arrive_seconds")),
+        swaps=tuple(_swap(each, now) for each in _list(get("swaps"), _SWAPS)),
+        factor=_count(get("factor")),
+        factor_since=_time(get("factor_since"), now),
+        granted_at=_time_or_none(get("granted_at"), now),
+    )
+    away = participant.residence is Residence.AWAY
+    if len(participant.on) != len(participant.resident) or (away and participant.on):
+        raise ValueError("memory without a GPU, or the other way round")
+    if len(participant.needs) > len(participant.gpus):
+        raise ValueError("more GPUs needed than allowed")
+    return participant
+
+
+def _list(value: Any, longest: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) > longest:
+        raise ValueError("no list")
     return value
 
 
-def _time(value: Any, now: float) -> float | None:
+def _uuids(value: Any) -> tuple[str, ...]:
+    found = _list(value, _GPUS)
+    if not all(isinstance(uuid, str) and len(uuid) <= 64 and NAME.fullmatch(uuid) for uuid in found):
+        raise ValueError("no UUIDs")
+    if len(set(found)) != len(found):
+        raise ValueError("a GPU is named twice")
+    return tuple(found)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    return tuple(_count(each, _BYTES) for each in _list(value, _GPUS))
+
+
+def _count(value: Any, most: int = 1 << 20) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ValueError("no number")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("no flag")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
+        raise ValueError("no seconds")
+    return float(value)
+
+
+def _time(value: Any, now: float) -> float:
     """Return a time of this boot; one that is yet to come is now: nobody waits longer by that."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    return min(_seconds(value), now)
+
+
+def _time_or_none(value: Any, now: float) -> float | None:
+    return None if value is None else _time(value, now)
+
+
+def _turn(value: Any, now: float) -> Turn | None:
+    if value is None:
         return None
-    return min(float(value), now)
+    if not isinstance(value, dict):
+        raise ValueError("no turn")
+    get = value.get
+    factor, since = _count(get("factor")), _time(get("factor_since"), now)
+    return Turn(_time(get("since"), now), _seconds(get("seconds")), _flag(get("first")), factor, since)
+
+
+def _swap(value: Any, now: float) -> Swap:
+    if not isinstance(value, dict):
+        raise ValueError("no swap")
+    return Swap(_uuids(value.get("gpus")), _time(value.get("ended"), now), _seconds(value.get("seconds")))

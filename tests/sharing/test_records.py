@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -12,10 +13,15 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpu_ckpt.sharing import records
-from jupyter_gpu_ckpt.sharing.records import OwnRecord, RecordContent
+from jupyter_gpu_ckpt.sharing.participant import Participant, Residence, Swap, Turn
+from jupyter_gpu_ckpt.sharing.records import OwnRecord
 
 A = "GPU-00000000-0000-0000-0000-00000000000a"
 GIB = 1 << 30
+
+
+def _participant(**facts) -> Participant:
+    return Participant("", "", (A,), (GIB,), 0.0, **facts)
 
 
 def _name(number: int) -> str:
@@ -45,25 +51,28 @@ def shared():
 
 def test_a_record_says_what_was_written_last(shared):
     record = OwnRecord(shared)
-    now = time.monotonic()
-    for content in (
-        RecordContent({A: GIB}, computing=True, since=now - 5),
-        RecordContent(needs={A: 2 * GIB}, since=now - 1, queued=now - 1, keeps=True),
+    now = time.monotonic() - 9
+    turn, swap = Turn(now, 30.0, True, 2, now), Swap((A,), now, 1.5)
+    for participant in (
+        _participant(waiting_since=now, was_on=(A,), protected=True, swaps=(swap,)),
+        _participant(residence=Residence.PRESENT, on=(A,), resident=(GIB,), turn=turn, served_at=now, can_pause=False),
     ):
-        record.write(content)
+        record.write(participant)
         (found,) = records.read(shared)
-        assert (found.name, found.user, found.content) == (record.name, os.geteuid(), content)
+        assert (found.kernel, found.user) == (record.name, str(os.geteuid()))
+        assert time.monotonic() - found.alive_at < records.SILENT_S
+        assert dataclasses.replace(found, kernel="", user="", alive_at=0.0) == participant
     record.remove()
     assert records.read(shared) == []
     assert [*shared.iterdir()] == []
 
 
 def test_a_server_that_is_silent_has_no_record_until_it_beats_again(shared, monkeypatch):
-    record, content = OwnRecord(shared), RecordContent({A: GIB})
-    record.write(content)
+    record, participant = OwnRecord(shared), _participant()
+    record.write(participant)
     _beat(shared / record.name, ago=records.SILENT_S)
     assert records.read(shared) == []
-    record.write(content)
+    record.write(participant)
     assert len(records.read(shared)) == 1
     # A step of the wall clock is nobody's silence.
     monkeypatch.setattr(time, "time", lambda: 0.0)
@@ -71,16 +80,16 @@ def test_a_server_that_is_silent_has_no_record_until_it_beats_again(shared, monk
 
 
 def test_a_record_that_a_cleaner_has_removed_comes_back_with_the_next_beat(shared):
-    record, content = OwnRecord(shared), RecordContent({A: GIB})
-    record.write(content)
+    record, participant = OwnRecord(shared), _participant()
+    record.write(participant)
     shutil.rmtree(shared)
-    record.write(content)
-    assert [found.name for found in records.read(shared)] == [record.name]
+    record.write(participant)
+    assert [found.kernel for found in records.read(shared)] == [record.name]
 
 
 def test_files_of_servers_that_have_ended_are_deleted_and_those_of_an_earlier_boot(shared):
     dead, draft, living = _name(1), f".{_name(2)}-00000000", OwnRecord(shared)
-    living.write(RecordContent())
+    living.write(_participant())
     for name in (dead, draft):
         (shared / name).write_text("{}")
     _beat(shared / dead, ago=records._GARBAGE_S + 1)
@@ -89,7 +98,7 @@ def test_files_of_servers_that_have_ended_are_deleted_and_those_of_an_earlier_bo
     assert [path.name for path in shared.iterdir()] == [living.name]
 
 
-GOOD = {"version": 1, "on_gpu": {A: 1}, "needs": {}, "computing": False, "since": 0.0, "queued": None, "keeps": False}
+GOOD = json.loads(json.dumps({"version": 1, **dataclasses.asdict(_participant())}))
 NONSENSE = {
     "not JSON": b"\xff\xfe",
     "deep": b"[" * 8000,
@@ -99,25 +108,37 @@ NONSENSE = {
         f"{name} is {json.dumps(value)[:30]}": json.dumps({**GOOD, name: value}).encode()
         for name, value in (
             ("version", 2),
-            ("on_gpu", {A: -1}),
-            ("on_gpu", {A: True}),
-            ("on_gpu", {A: 1 << 60}),
-            ("on_gpu", {"../../etc": 1}),
-            ("on_gpu", {"A" * 65: 1}),
-            ("on_gpu", [A]),
-            ("needs", {f"GPU-{number}": 1 for number in range(65)}),
+            ("needs", [-1]),
+            ("needs", [True]),
+            ("needs", [1 << 60]),
+            ("needs", [1, 1]),
             ("needs", None),
-            ("since", "now"),
-            ("since", float("inf")),
-            ("since", float("nan")),
-            ("since", -1),
-            ("since", True),
-            ("queued", {}),
-            ("computing", 1),
-            ("keeps", None),
+            ("gpus", ["../../etc"]),
+            ("gpus", ["A" * 65]),
+            ("gpus", [A, A]),
+            ("gpus", [7]),
+            ("gpus", [f"GPU-{number}" for number in range(65)]),
+            ("on", [A]),
+            ("resident", [1]),
+            ("residence", "everywhere"),
+            ("residence", None),
+            ("idle_since", "now"),
+            ("idle_since", float("inf")),
+            ("idle_since", float("nan")),
+            ("idle_since", -1),
+            ("idle_since", True),
+            ("waiting_since", {}),
+            ("turn", []),
+            ("turn", {"since": 0}),
+            ("swaps", [0]),
+            ("swaps", {}),
+            ("turns", 1.5),
+            ("factor", 1 << 40),
+            ("can_leave", 1),
+            ("protected", None),
         )
     },
-    "a number with 5000 digits": json.dumps(GOOD).replace('"since": 0.0', f'"since": {"9" * 5000}').encode(),
+    "a number with 5000 digits": json.dumps(GOOD).replace('"idle_since": 0.0', f'"idle_since": {"9" * 5000}').encode(),
 }
 
 
@@ -126,16 +147,16 @@ def test_content_that_is_no_record_is_passed_over(shared, content):
     shared.mkdir()
     _put(shared, 1, content)
     _put(shared, 2, json.dumps(GOOD).encode())
-    assert [found.name for found in records.read(shared)] == [_name(2)]
+    assert [found.kernel for found in records.read(shared)] == [_name(2)]
 
 
 def test_a_time_that_is_to_come_is_now(shared):
     shared.mkdir()
-    _put(shared, 1, json.dumps({**GOOD, "since": 1e300, "queued": 1e300}).encode())
+    _put(shared, 1, json.dumps({**GOOD, "idle_since": 1e11, "waiting_since": 1e11}).encode())
     (found,) = records.read(shared)
-    assert found.content.since <= time.monotonic()
-    assert found.content.queued is not None
-    assert found.content.queued <= time.monotonic()
+    assert found.idle_since <= time.monotonic()
+    assert found.waiting_since is not None
+    assert found.waiting_since <= time.monotonic()
 
 
 def test_nothing_but_a_small_file_is_read(shared, tmp_path):
@@ -150,8 +171,8 @@ def test_nothing_but_a_small_file_is_read(shared, tmp_path):
     os.truncate(huge, 1 << 40)
     for number in (1, 2, 3, 4):
         _beat(shared / _name(number))
-    _put(shared, 5, json.dumps({**GOOD, "since": 1.0}).encode())
-    assert [found.name for found in records.read(shared)] == [_name(5)]
+    _put(shared, 5, json.dumps({**GOOD, "idle_since": 1.0}).encode())
+    assert [found.kernel for found in records.read(shared)] == [_name(5)]
 
 
 def test_a_user_has_a_bounded_number_of_records(shared):
@@ -164,7 +185,7 @@ def test_a_user_has_a_bounded_number_of_records(shared):
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: run the tests as root too")
 def test_users_read_each_others_records_and_cannot_change_them(shared):
     mine = OwnRecord(shared)
-    mine.write(RecordContent({A: GIB}))
+    mine.write(_participant())
 
     def as_nobody() -> int:
         # A fork and no exec: the interpreter may lie where only root can read it.
@@ -176,17 +197,17 @@ def test_users_read_each_others_records_and_cannot_change_them(shared):
             os.setgroups([])
             os.setresgid(65534, 65534, 65534)
             os.setresuid(65534, 65534, 65534)
-            OwnRecord(shared).write(RecordContent({A: 2 * GIB}))
-            seen = [(found.user, found.content.on_gpu[A]) for found in records.read(shared)]
+            OwnRecord(shared).write(dataclasses.replace(_participant(), needs=(2 * GIB,)))
+            seen = [(found.user, found.needs) for found in records.read(shared)]
             refused = 0
             for change in (os.unlink, os.utime, lambda path: os.open(path, os.O_WRONLY)):
                 try:
                     change(shared / mine.name)
                 except PermissionError:
                     refused += 1
-            status = 0 if (sorted(seen), refused) == ([(0, GIB), (65534, 2 * GIB)], 3) else 2
+            status = 0 if (sorted(seen), refused) == ([("0", (GIB,)), ("65534", (2 * GIB,))], 3) else 2
         finally:
             os._exit(status)
 
     assert as_nobody() == 0
-    assert sorted(found.user for found in records.read(shared)) == [0, 65534]
+    assert sorted(found.user for found in records.read(shared)) == ["0", "65534"]

@@ -10,7 +10,7 @@ import enum
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..capsule.namespaces import Clocks
 from ..criu.criu import Criu
 from ..cuda.cuda import Cuda
 from ..cuda.fastpath import FastPath
-from ..cuda.gpus import Gpus
+from ..cuda.gpus import Gpu, Gpus
 from ..errors import CapsuleGone, CriuError, GpuCkptError, KernelLost, UnsupportedCuda
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
@@ -48,6 +48,14 @@ class GateProtocol(Protocol):
     def notify(self, notice: str) -> None: ...
     def print_notice(self, text: str) -> None: ...
     def kernel_died(self) -> None: ...
+
+
+class Admission(Protocol):
+    """The methods by which a kernel that shares GPUs with others is admitted to one (`kernel.gpu_sharing`)."""
+
+    def admit(self, needs: Mapping[str, int], present: Sequence[Gpu], *, elsewhere: bool) -> dict[str, str]: ...
+    def require_valid(self) -> None: ...
+    def settle(self) -> None: ...
 
 
 @dataclass
@@ -235,6 +243,8 @@ class KernelState:
     disconnected: bool = False
     #: Whether the kernel runs cells while it has CUDA state to resume: behind its launch gate (`State.OFF_GPU`).
     serves_off_gpu: bool = False
+    #: Of a kernel that shares GPUs.
+    admission: Admission | None = None
     #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).
     supersedes_images: bool = False
 

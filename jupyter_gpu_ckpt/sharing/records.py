@@ -120,6 +120,16 @@ def read(directory: Path) -> list[Participant]:
     return sorted(found, key=lambda participant: participant.kernel)
 
 
+def claimed(directory: Path, uuid: str) -> int:
+    """Return the bytes of a GPU that kernels which were admitted to it are about to fill; 0 if nobody can say."""
+    with contextlib.suppress(OSError):
+        if directory.exists():
+            arriving = [each for each in read(directory) if each.residence is Residence.ARRIVING]
+            pairs = (pair for each in arriving for pair in zip(each.on, each.resident, strict=True))
+            return sum(bytes for on, bytes in pairs if on == uuid)
+    return 0
+
+
 def _age(status: os.stat_result) -> float:
     """Return the seconds since the last heartbeat; of one that is no time of this boot, infinity."""
     age = time.monotonic() - status.st_mtime_ns / 1e9

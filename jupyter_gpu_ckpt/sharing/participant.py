@@ -10,7 +10,8 @@ Memory is in bytes.  A field with a value for each GPU has them in the order in 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 #: Swaps older than this do not count any more.  Rule of the thrash guard: five minutes.
 SWAP_WINDOW_S = 300.0
@@ -60,12 +61,14 @@ class Participant:
     that the kernel may use, as far as its device cgroup and CUDA_VISIBLE_DEVICES allow and they are of the model that
     its memory is from.  ``needs``: bytes on each GPU; as many GPUs as values.  ``alive_at``: the last heartbeat.
 
-    ``residence``, ``on``, ``resident``: where its memory is, on which GPUs, and bytes on each; ``was_on``: the GPUs of its
-    last stay.  ``moving_since``: when the move under way began.
+    ``residence``, ``on``, ``resident``: where its memory is, on which GPUs, and bytes on each; ``was_on``: the GPUs of
+    its last stay.  ``moving_since``: when the move under way began.
 
-    ``waiting_since``: when its cell touched CUDA, or lost its turn, if it waits for a turn.  ``turn``: set while it
-    computes.  ``turns``: how many this cell has had.  ``served_at``: when its last turn ended.  ``idle_since``: when
-    its last cell ended; a kernel that neither waits nor has a turn is idle.
+    ``waiting_since``: when its cell touched CUDA, or lost its turn, if it waits for a turn.  ``used_before``: `used` of
+    every kernel of the node at that moment (`policy.used`), by which it is known how often it was passed.  ``turn``:
+    set while it computes.  ``turns``: how many this cell has had.  ``served_at``: when its last turn ended.  ``used``:
+    seconds of all turns that have ended.  ``idle_since``: when its last cell ended; a kernel that neither waits nor has
+    a turn is idle.
 
     ``mirrored``: host memory has a copy of all, so that it leaves at once.  ``can_leave``: its memory can be moved off
     the GPU when it is idle.  ``can_pause``: in the middle of a cell as well; not where something would break that the
@@ -99,22 +102,27 @@ class Participant:
     leave_seconds: float = 0.0
     arrive_seconds: float = 0.0
     swaps: tuple[Swap, ...] = ()
+    used: float = 0.0
+    used_before: Mapping[str, float] = field(default_factory=dict)
     factor: int = 1
     factor_since: float = 0.0
     granted_at: float | None = None
 
     # -- events of its cells
 
-    def touched(self, now: float) -> Participant:
-        """Record that a cell made its first CUDA call, which waits for a turn.  Again in the same cell: no change."""
+    def touched(self, now: float, used: Mapping[str, float]) -> Participant:
+        """Record that a cell made its first CUDA call, which waits for a turn.  Again in the same cell: no change.
+
+        ``used``: `policy.used` of all records.
+        """
         if self.waiting_since is not None or self.turn is not None:
             return self
-        return replace(self, waiting_since=now, turns=0, mirrored=False)
+        return replace(self, waiting_since=now, used_before=dict(used), turns=0, mirrored=False)
 
     def cell_ended(self, now: float) -> Participant:
         """Record that the cell ended or was interrupted: its turn, or its place in the queue, is given back."""
-        served = now if self.turn is not None else self.served_at
-        return replace(self, waiting_since=None, turn=None, turns=0, served_at=served, idle_since=now)
+        after = replace(self._turn_ended(now), waiting_since=None, used_before={}, turns=0)
+        return replace(after, idle_since=now)
 
     def grew(self, needs: tuple[int, ...]) -> Participant:
         """Record that the kernel needs so much memory now.  On the GPU it occupies that much when it was granted."""
@@ -133,6 +141,7 @@ class Participant:
             resident=self.needs,
             moving_since=None if present else now,
             waiting_since=None,
+            used_before={},
             turn=replace(turn, since=now),
             turns=self.turns + 1,
             factor=turn.factor,
@@ -146,29 +155,38 @@ class Participant:
         turn = replace(self.turn, since=now) if self.turn is not None else None
         return self._moved(replace(self, residence=Residence.PRESENT, turn=turn), now)
 
-    def leaving(self, now: float) -> Participant:
-        """Record that the suspend began.  In the middle of a cell that ends the turn, and the cell waits again."""
-        waits = now if self.turn is not None else self.waiting_since
-        served = now if self.turn is not None else self.served_at
-        return replace(
-            self, residence=Residence.LEAVING, moving_since=now, waiting_since=waits, turn=None, served_at=served
-        )
+    def leaving(self, now: float, used: Mapping[str, float]) -> Participant:
+        """Record that the suspend began.  In the middle of a cell that ends the turn, and the cell waits again.
+
+        ``used``: as for `touched`.
+        """
+        return replace(self._waits_again(now, used), residence=Residence.LEAVING, moving_since=now)
 
     def left(self, now: float) -> Participant:
         """Record that its memory is off the GPU."""
         return replace(self._moved(self, now), residence=Residence.AWAY, on=(), resident=(), mirrored=False)
 
-    def move_failed(self, now: float) -> Participant:
+    def move_failed(self, now: float, used: Mapping[str, float]) -> Participant:
         """Record that a move failed: one that was to arrive is away and waits, one that was to leave is still there.
 
-        A kernel that cannot leave is not asked again until its server sets ``can_leave`` or ``can_pause``.
+        A kernel that cannot leave has to leave no more until its server sets ``can_leave`` and ``can_pause`` again; it
+        waits for a turn, which it is granted where it is.
         """
         if self.residence is Residence.ARRIVING:
-            waits = now if self.turn is not None else self.waiting_since
-            return replace(
-                self, residence=Residence.AWAY, on=(), resident=(), moving_since=None, waiting_since=waits, turn=None
-            )
+            away = replace(self, residence=Residence.AWAY, on=(), resident=(), moving_since=None)
+            return away._waits_again(now, used)
         return replace(self, residence=Residence.PRESENT, moving_since=None, can_leave=False, can_pause=False)
+
+    def _turn_ended(self, now: float) -> Participant:
+        if self.turn is None:
+            return self
+        seconds = max(0.0, now - self.turn.since)
+        return replace(self, turn=None, served_at=now, used=self.used + seconds)
+
+    def _waits_again(self, now: float, used: Mapping[str, float]) -> Participant:
+        if self.turn is None:
+            return self
+        return replace(self._turn_ended(now), waiting_since=now, used_before=dict(used))
 
     def _moved(self, after: Participant, now: float) -> Participant:
         """Return ``after`` with the move that ends ``now`` among its swaps."""

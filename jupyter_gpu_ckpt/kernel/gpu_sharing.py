@@ -1,4 +1,4 @@
-"""One kernel's part in sharing GPUs: what it does is told by its lifecycle and its gate, and decided elsewhere.
+"""One kernel's part in sharing GPUs: its facts, from its lifecycle and its gate, and its moves, as they are decided.
 
 The exchange (`sharing.exchange`) calls `observe` and `must_leave` on its own thread; the lifecycle calls `admit` before
 it moves the kernel to a GPU, and waits there for its turn.
@@ -120,9 +120,20 @@ class GpuSharing:
             self._measured = now
             self._measure()
         if working and not computes and self.participant.residence is Residence.PRESENT:
-            self._member.update(lambda p: p.touched(now))
+            self._member.update(lambda p: p.touched(now, self._exchange.used(now)))
         elif computes and not working:
             self._member.update(lambda p: p.cell_ended(now))
+
+    def _touch(self, now: float) -> None:
+        """Have the kernel wait for a turn; a cell that has had turns is no new one."""
+        used = self._exchange.used(now)
+
+        def touched(p: Participant) -> Participant:
+            if p.turns and p.turn is None and p.waiting_since is None:
+                return replace(p, waiting_since=now)
+            return p.touched(now, used)
+
+        self._member.update(touched)
 
     def _measure(self) -> None:
         kernel = self._lifecycle.kernel
@@ -150,7 +161,7 @@ class GpuSharing:
         if (self._move is not None and not self._move.done()) or now - self._failed_at < _AGAIN_S:
             return
         if self._lifecycle.kernel.fast_path().touches() > self._ignored:
-            self._member.update(lambda p: _touched(p, now))
+            self._touch(now)
             self._move = self._worker.submit(self._return)
         elif self.participant.turns and not self._gate.working:
             self._member.update(lambda p: p.cell_ended(now))
@@ -203,10 +214,11 @@ class GpuSharing:
 
         def wait(participant: Participant) -> Participant:
             changed = replace(participant, gpus=gpus, needs=tuple(needs.values()), residence=Residence.AWAY)
-            return _touched(replace(changed, on=(), resident=()), began)
+            return replace(changed, on=(), resident=())
 
         try:
             self._member.update(wait)
+            self._touch(began)
             while True:
                 self._check()
                 decision = self._exchange.decision(self._member)
@@ -234,13 +246,13 @@ class GpuSharing:
         """Note the end of a move to a GPU, whichever it was."""
         if self.participant.residence is not Residence.ARRIVING:
             return
-        self._measured = float("-inf")
+        self._measured, now = float("-inf"), time.monotonic()
+        used = self._exchange.used(now)
         if self._lifecycle.kernel.saved.cuda:
-            self._member.update(lambda p: p.move_failed(time.monotonic()))
-            self._member.update(lambda p: p.cell_ended(time.monotonic()))
+            self._member.update(lambda p: p.move_failed(now, used).cell_ended(now))
         else:
             self._ignored = 0
-            self._member.update(lambda p: p.arrived(time.monotonic()))
+            self._member.update(lambda p: _timed(p.arrived(now)))
 
     def _check(self) -> None:
         kernel = self._lifecycle.kernel
@@ -288,22 +300,24 @@ class GpuSharing:
         if event.step != "cuda_suspend" or self.participant.residence is Residence.AWAY:
             return
         now = time.monotonic()
+        used = self._exchange.used(now)
         if event.kind == "started":
             self._ignored = 0
-            self._member.update(lambda p: p.leaving(now))
+            self._member.update(lambda p: p.leaving(now, used))
         elif event.kind == "completed":
             # It waits again once it calls CUDA: what it computes without needs no turn.
-            self._member.update(lambda p: replace(p.left(now), waiting_since=None))
+            self._member.update(lambda p: _timed(replace(p.left(now), waiting_since=None)))
         elif event.kind == "failed":
             self._measured = float("-inf")
-            self._member.update(lambda p: replace(p.move_failed(now), waiting_since=None))
+            self._member.update(lambda p: replace(p.move_failed(now, used), waiting_since=None))
 
 
-def _touched(participant: Participant, now: float) -> Participant:
-    """Return the participant with a call that waits; of a cell that has had turns, and is no new one."""
-    if participant.turns and participant.turn is None and participant.waiting_since is None:
-        return replace(participant, waiting_since=now)
-    return participant.touched(now)
+def _timed(participant: Participant) -> Participant:
+    """Return the participant with the time of its last move as the estimate of the next one of its kind."""
+    swap = participant.swaps[-1]
+    if participant.residence is Residence.AWAY:
+        return replace(participant, leave_seconds=swap.seconds)
+    return replace(participant, arrive_seconds=swap.seconds)
 
 
 def place_text(place: int, seconds: float | None) -> str:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from ..cuda import gpu_locks
-from ..cuda.gpus import Gpu, Gpus
+from ..cuda.gpus import Gpus
 from ..errors import GpuCkptError, GpuFull
 from . import policy, records
 from .participant import Participant, Residence
@@ -28,6 +28,7 @@ from .policy import (
     LeaveReason,
     NeverFits,
     NodeSnapshot,
+    Rules,
     SharedGpu,
     WaitFor,
 )
@@ -96,7 +97,8 @@ class Member:
 class Exchange:
     """All members of this server.  The thread runs while there are any."""
 
-    def __init__(self, gpus: Gpus) -> None:
+    def __init__(self, gpus: Gpus, rules: Rules | None = None) -> None:
+        self.rules = rules or Rules()
         self.directory = gpus.lock_directory
         self._gpus = gpus
         self._members: dict[str, Member] = {}
@@ -148,6 +150,10 @@ class Exchange:
         decisions, name = self._decisions, member.participant.kernel
         found: list[GrantTurn | WaitFor | NeverFits] = [*decisions.grants, *decisions.refusals, *decisions.waits]
         return next((each for each in found if each.kernel == name), None)
+
+    def used(self, now: float) -> dict[str, float]:
+        """Return the seconds of all turns of all kernels until ``now``."""
+        return policy.used(self._participants, now)
 
     def wait(self, seconds: float) -> None:
         """Wait for the next decisions, for so many seconds at most."""
@@ -206,9 +212,12 @@ class Exchange:
         participants = tuple(sorted((read | own).values(), key=lambda each: each.kernel))
         self._participants = participants
         if not any(each.waiting_since is not None for each in participants):
-            return NodeSnapshot(now, (), participants)
-        gpus = self._gpus.list()
-        return NodeSnapshot(now, tuple(_shared(gpu, participants) for gpu in gpus), participants)
+            return NodeSnapshot(now, (), participants, rules=self.rules)
+        gpus = tuple(
+            SharedGpu(gpu.uuid, gpu.total, policy.others(gpu.uuid, gpu.total, gpu.free, participants, now))
+            for gpu in self._gpus.list()
+        )
+        return NodeSnapshot(now, gpus, participants, rules=self.rules)
 
     # -- the thread
 
@@ -261,7 +270,3 @@ class Exchange:
             # One that has to move is claimed by the thread that moves it.
             if member is not None and not grant.move and member.participant.waiting_since is not None:
                 self.claim(member)
-
-
-def _shared(gpu: Gpu, participants: tuple[Participant, ...]) -> SharedGpu:
-    return SharedGpu(gpu.uuid, gpu.total, policy.others(gpu.total, gpu.free, gpu.uuid, participants))

@@ -35,11 +35,11 @@ from .policy import SILENT_S
 #: Records that are read of one user, and entries of the directory that are considered at all.
 PER_USER, ENTRIES = 64, 8192
 #: Bytes of a record at most; seconds after which a user's own void records are deleted.
-_LONGEST, _GARBAGE_S = 32768, 60.0
+_LONGEST, _GARBAGE_S = 131072, 60.0
 _PREFIX = "kernel-"
 _FILE = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
-#: GPUs, bytes and swaps that a record can have.
-_GPUS, _BYTES, _SWAPS = 64, 1 << 50, 128
+#: GPUs, bytes, swaps and other kernels that a record can have.
+_GPUS, _BYTES, _SWAPS, _OTHERS = 64, 1 << 50, 128, 1024
 _VERSION = 1
 #: Fields that the file itself has.
 _OF_FILE = ("kernel", "user", "alive_at")
@@ -185,6 +185,8 @@ def _decoded(document: Any) -> Participant:
         leave_seconds=_seconds(get("leave_seconds")),
         arrive_seconds=_seconds(get("arrive_seconds")),
         swaps=tuple(_swap(each, now) for each in _list(get("swaps"), _SWAPS)),
+        used=_seconds(get("used")),
+        used_before=_used(get("used_before")),
         factor=_count(get("factor")),
         factor_since=_time(get("factor_since"), now),
         granted_at=_time_or_none(get("granted_at"), now),
@@ -241,6 +243,12 @@ def _time(value: Any, now: float) -> float:
 
 def _time_or_none(value: Any, now: float) -> float | None:
     return None if value is None else _time(value, now)
+
+
+def _used(value: Any) -> dict[str, float]:
+    if not isinstance(value, dict) or len(value) > _OTHERS or not all(map(_FILE.fullmatch, value)):
+        raise ValueError("no seconds by kernel")
+    return {kernel: _seconds(each) for kernel, each in value.items()}
 
 
 def _turn(value: Any, now: float) -> Turn | None:

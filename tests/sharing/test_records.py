@@ -53,8 +53,9 @@ def test_a_record_says_what_was_written_last(shared):
     record = OwnRecord(shared)
     now = time.monotonic() - 9
     turn, swap = Turn(now, 30.0, True, 2, now), Swap((A,), now, 1.5)
+    used = {f"kernel-{1:032x}": 2.5}
     for participant in (
-        _participant(waiting_since=now, was_on=(A,), protected=True, swaps=(swap,)),
+        _participant(waiting_since=now, was_on=(A,), protected=True, swaps=(swap,), used_before=used),
         _participant(residence=Residence.PRESENT, on=(A,), resident=(GIB,), turn=turn, served_at=now, can_pause=False),
     ):
         record.write(participant)
@@ -132,6 +133,9 @@ NONSENSE = {
             ("turn", {"since": 0}),
             ("swaps", [0]),
             ("swaps", {}),
+            ("used", -1.0),
+            ("used_before", {"../x": 1.0}),
+            ("used_before", {f"kernel-{1:032x}": "long"}),
             ("turns", 1.5),
             ("factor", 1 << 40),
             ("can_leave", 1),

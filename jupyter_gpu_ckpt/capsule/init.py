@@ -38,6 +38,7 @@ from jupyter_gpu_ckpt.process import (
     descriptors,
     device_files,
     file_locks,
+    inherited_filters,
     inventory,
     reapply,
     shared_memory,
@@ -126,6 +127,7 @@ class Init:
         self.memory_directory = -1
         self.rootless = rootless
         self.shared_memory = SharedMemory(f"{directory}/{shared_memory.DIRECTORY}")
+        self.filters = inherited_filters.InheritedFilters(f"{directory}/{inherited_filters.DIRECTORY}")
         self.owner: socket.socket | None = None
         self.may_outlive = False
         #: Descriptors that the owner gave us to keep; the locks on their files end with the capsule.
@@ -363,6 +365,7 @@ class Init:
     def finish_job(self, job: RunningProgram, code: int) -> None:
         """Repair the kernel after a dump, or complete a restore, and answer the request."""
         self.job = None
+        self.filters.show()
         if code != 0:
             self.kill_job(job)  # what it has left: a child that has stopped itself would stay for good
             self.unmount_left()
@@ -529,6 +532,7 @@ class Init:
                 self.preparation = Preparation(guard.pids, terminals, self.watched_files)
                 if self.preparation.has_injected:
                     guard.settle(time.monotonic() + STOP_TIMEOUT)
+                self.filters.hide(guard.pids)
             elif terminals:
                 self.load_shared_memory(os.path.dirname(terminals))
             log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -540,6 +544,7 @@ class Init:
             finally:
                 os.close(log)
         except BaseException as error:
+            self.filters.show()
             if guard is not None:
                 lost = self.undo_preparation()
                 guard.finish(success=False)

@@ -25,6 +25,7 @@ from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.plans import State
 from ..lifecycle.preflight import require
 from . import models
+from .branches import Branches
 from .gpu_usage import GpuUsage
 from .idle.loop import IdlePolicy
 from .jobs import Job, Jobs
@@ -33,6 +34,12 @@ from .monitor import KernelMonitor
 OPENAPI = Path(__file__).with_name("openapi.yaml")
 METHODS = {"delete", "get", "post"}
 _PARAMETERS = {"restore": {"gpu_map", "accept_changed_files"}, "suspend": {"when"}, "checkpoint": {"when"}}
+#: Fields of a request for a branch, and those of `BranchPoint`.
+_BRANCH_FLAGS = {
+    "reseed": "reseed",
+    "accept_differences": "accepts_differences",
+    "accept_changed_files": "accept_changed_files",
+}
 
 #: The method that a request of each verb runs.
 VERBS: Mapping[str, Callable[..., Awaitable[Any]]] = {
@@ -48,6 +55,7 @@ class Extension(Protocol):
 
     store: Store
     jobs: Jobs
+    branches: Branches
     monitor: KernelMonitor
     usage: GpuUsage
     idle: IdlePolicy
@@ -218,6 +226,31 @@ class VerbHandler(Handler):
         return body
 
 
+class BranchHandler(Handler):
+    """``kernels/<id>/branch``: what a branch would have otherwise; begin one, 202 with the job."""
+
+    async def get(self, kernel_id: str) -> None:
+        name = self.get_query_argument("save_point", "")
+        self.reply((await self.checkpointable(kernel_id).branch_plan(name)).as_dict())
+
+    async def post(self, kernel_id: str) -> None:
+        """Begin a branch; the job's result has the id of the new kernel, and the path of its notebook."""
+        provisioner, body = self.checkpointable(kernel_id), self.body({"save_point", *_BRANCH_FLAGS})
+        name = body.get("save_point", "")
+        if not isinstance(name, str):
+            raise BadRequest("save_point is the name of a save point.")
+        if not all(isinstance(body.get(flag, False), bool) for flag in _BRANCH_FLAGS):
+            raise BadRequest(f"{', '.join(_BRANCH_FLAGS)} are true or false.")
+        flags = {_BRANCH_FLAGS[flag]: body[flag] for flag in _BRANCH_FLAGS if flag in body}
+
+        async def branch() -> dict[str, Any]:
+            started = await provisioner.branch(name, **flags)
+            made = self.app.branches.started.get(started)
+            return {"kernel_id": started, "notebook": made.notebook if made else ""}
+
+        self.reply_started(self.app.jobs.start(kernel_id, "branch", body, branch))
+
+
 class DrainHandler(Handler):
     """``drain``"""
 
@@ -326,6 +359,7 @@ HANDLERS: list[tuple[str, type[Handler]]] = [
     (rf"gpu-ckpt/kernels/([^/]+)/({'|'.join(VERBS)})", VerbHandler),
     (r"gpu-ckpt/kernels/([^/]+)/protect", ProtectHandler),
     (r"gpu-ckpt/kernels/([^/]+)/keep", KeepHandler),
+    (r"gpu-ckpt/kernels/([^/]+)/branch", BranchHandler),
     (r"gpu-ckpt/drain", DrainHandler),
     (r"gpu-ckpt/gpus", GpusHandler),
     (r"gpu-ckpt/jobs/([^/]+)", JobHandler),

@@ -24,6 +24,7 @@ from ..trace import StepEvent
 #: The verb under way in each transitional state.
 VERBS = {
     State.SUSPENDING: "suspend",
+    State.YIELDING: "suspend",
     State.RESUMING: "resume",
     State.DUMPING: "checkpoint",
     State.SAVING: "save",
@@ -51,6 +52,7 @@ _ERRORS = {
 _LEFT = {
     State.RUNNING: "the kernel runs on",
     State.SUSPENDED: "the kernel is suspended, its device memory is kept in host memory",
+    State.OFF_GPU: "the kernel runs on, its device memory is kept in host memory",
     State.CHECKPOINTED: "the image is kept",
     State.DEAD: "the kernel is gone",
 }

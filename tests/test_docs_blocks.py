@@ -265,12 +265,17 @@ def _require_command(text: str) -> None:
     lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     command: list[str] = []
+    into_file = False
     for word in [*lexer, ";"]:
-        if set(word) <= set("();<>|&"):
+        if set(word) <= set("<>&") and set(word) & set("<>"):
+            into_file = True
+        elif set(word) <= set("();|&"):
             _require_program(command)
             command = []
-        else:
+        elif not into_file:
             command.append(word)
+        else:
+            into_file = False
 
 
 def _require_program(words: list[str]) -> None:

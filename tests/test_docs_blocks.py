@@ -37,7 +37,7 @@ from traitlets import HasTraits
 from jupyter_gpu_ckpt.agent.magics import PARSERS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "labextension" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BIN = Path(sys.executable).parent
 LANGUAGES = {"python", "ipython", "pycon", "console", "bash", "json", "yaml", "ini", "text"}
 _FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)

@@ -372,6 +372,12 @@ class GpuFull(CudaError, code="GPU_FULL", exit_status=75):
     default_hint = "Nothing is lost. Free memory on the GPU (checkpoint another kernel) and run a cell again."
 
 
+class GpuWaitCancelled(CudaError, code="GPU_WAIT_CANCELLED", exit_status=75):
+    """The kernel waited for a GPU that it shares, and its place in the queue was given back."""
+
+    default_hint = "Nothing is lost. Run a cell to wait again."
+
+
 class HelperGone(CudaError, code="HELPER_GONE"):
     """The helper process that calls the CUDA driver ended in the middle of a call."""
 

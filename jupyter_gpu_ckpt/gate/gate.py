@@ -93,7 +93,8 @@ class Gate:
         on the control channel), else after the reply and the idle of the cell that sent it were forwarded.  From there
         on requests are queued if the verb is ``suspend`` or ``checkpoint``: run the verb, or call `release`.  Also
         called with ``{"verb": "shutdown", "restart": bool}`` when the gate answered a ``shutdown_request`` for a kernel
-        that is away.  Both are called on the gate's thread; they must not block, and must not call the gate.
+        that is away, and with ``{"verb": "interrupt"}`` for each ``interrupt_request``.  Both are called on the gate's
+        thread; they must not block, and must not call the gate.
     kernel_id:
         For topics, the thread's name and the gate's identity at the kernel.
     identity:

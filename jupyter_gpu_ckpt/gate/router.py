@@ -406,6 +406,8 @@ class Router:
     def print_notice(self, text: str) -> None:
         """Show ``text`` at once in the output of the cell that waits for the kernel; of no cell if none waits."""
         waiting = self.queue.first(lambda r: r.msg_type == "execute_request" and not r.content.get("silent", False))
+        if waiting is None:  # or that runs, and waits in a call
+            waiting = self.pending.running_cell()
         if waiting is not None:
             self.replies.notice(waiting, text)
 
@@ -491,6 +493,7 @@ class Router:
         elif kind in _DONE_WITHOUT_KERNEL:
             if kind == "interrupt_request":
                 self.interrupt()
+                self._notify(self._on_agent_request, {"verb": "interrupt"})
             self.replies.done(request)
             if kind == "shutdown_request" and not self._dead:
                 restart = bool(request.content.get("restart", False))
@@ -522,6 +525,8 @@ class Router:
             self.notices.clear()
         if request.msg_type in _ANSWERS:
             self.pending.answered()
+        if request.msg_type == "interrupt_request":
+            self._notify(self._on_agent_request, {"verb": "interrupt"})
         if request.channel != "stdin":
             self.pending.forwarded(request)
             self._drain.note_progress()

@@ -39,6 +39,8 @@ from . import branching
 from .agent_injection import NOTICE, rewrite
 from .agent_requests import AgentRequests
 from .directories import make_runtime_dir, short_socket_path, writing
+from .engine import shared_exchange
+from .gpu_sharing import GpuSharing
 from .orphans import Orphan, Session, ended_notice, newest_images, without_template_notice
 from .registry import Registration, claim_lost, reap
 from .worker import Worker
@@ -162,6 +164,8 @@ class KernelHost:
         self.last: Lifecycle | None = None
         self.gate: Gate | None = None
         self.agent_requests = AgentRequests(log)
+        #: The kernel's part in sharing GPUs with others, if it has one.
+        self.sharing: GpuSharing | None = None
         #: Runs the kernel's verbs.  (A provisioner that is made only to read its settings has no kernel id.)
         self.worker = Worker(f"gpu-ckpt-{(kernel_id or '')[:8]}")
         self._owner, self._log = owner, log
@@ -413,6 +417,7 @@ class KernelHost:
         trace = Trace(self.kernel_id, [self._owner.step_traced], self._owner.faults)
         self.lifecycle = lifecycle = Lifecycle(home, engine, gate, settings=launch.settings, trace=trace)
         lifecycle.on_state.append(functools.partial(self._note_state, lifecycle))
+        self._share(lifecycle, gate, launch)
         return gate, lifecycle
 
     def _connect_launched(self, lifecycle: Lifecycle, gate: Gate, launch: Launch, launched: Future[bool]) -> None:
@@ -520,15 +525,18 @@ class KernelHost:
 
     def clear(self) -> None:
         """Forget a kernel that has ended; `last` is kept until its image is kept or discarded."""
+        self._end_sharing()
         self.last, self.lifecycle = self.lifecycle, None
 
     def close(self) -> None:
         """Stop the gate: the kernel, if there is one, is started plainly."""
+        self._end_sharing()
         self._stop_gate()
         self.lifecycle = None
 
     def end(self) -> None:
         """Release and remove everything: no other kernel follows the one that has ended."""
+        self._end_sharing()
         self._stop_gate()
         self.worker.end()
         if self._registration is not None:
@@ -539,6 +547,7 @@ class KernelHost:
         """Release everything as it is, for another owner to find; a living kernel goes on."""
         # First of all: from here on no verb reaches the kernel, and no shutdown ends it.
         lifecycle, self.lifecycle, self.last = self.lifecycle, None, None
+        self._end_sharing()
         if lifecycle is None:
             return
         self._stop_gate()
@@ -552,6 +561,38 @@ class KernelHost:
         if self.gate is not None:
             self.gate.stop()
             self.gate = None
+
+    # -- sharing GPUs
+
+    def interrupted(self) -> None:
+        """Give the kernel's place in the queue for a GPU back, if it has one."""
+        if self.sharing is not None:
+            self.sharing.give_back()
+
+    def _share(self, lifecycle: Lifecycle, gate: Gate, launch: Launch) -> None:
+        """Have a kernel take part in sharing GPUs, if that is configured."""
+        self._end_sharing()
+        settings, gpus = launch.settings, lifecycle.engine.gpus
+        if settings.sharing == "off":
+            return
+        with contextlib.suppress(GpuCkptError):
+            if not gpus.list():
+                return
+        self.sharing = GpuSharing(
+            lifecycle,
+            gate,
+            self.worker,
+            shared_exchange(gpus),
+            turns=settings.sharing == "turns",
+            visible=launch.env.get("CUDA_VISIBLE_DEVICES"),
+            is_protected=lambda: self.agent_requests.protection() is not None,
+            log=self._log,
+        )
+
+    def _end_sharing(self) -> None:
+        if self.sharing is not None:
+            self.sharing.close()
+            self.sharing = None
 
     # -- callbacks of the gate, on its thread
 
@@ -590,6 +631,9 @@ class KernelHost:
             return
         if content.get("now"):
             self.agent_requests.answer(content, lifecycle, gate)
+            return
+        if content.get("verb") == "interrupt":
+            self.interrupted()
             return
         verbs: dict[str, Callable[[], Any]] = {"suspend": lifecycle.suspend, "checkpoint": lifecycle.checkpoint}
         verb = str(content.get("verb"))

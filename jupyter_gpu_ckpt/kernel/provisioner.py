@@ -171,6 +171,14 @@ class GpuCkptProvisioner(LocalProvisioner):
         "image to the image directory in the background, so that a checkpoint has less to write. A wake stops that. "
         "Not for images that are encrypted.",
     ).tag(config=True)
+    gpu_sharing = Enum(
+        ["off", "room", "turns"],
+        "off",
+        help="How kernels share GPUs with those of other servers and users that share them, too. `off`: each keeps its "
+        "memory, and a wake without enough free memory fails with GPU_FULL. `room`: the longest idle kernels leave the "
+        "GPU when another needs their memory; a wake waits for that. `turns`: kernels that compute and do not fit "
+        "together take turns, also in the middle of a cell.",
+    ).tag(config=True)
     warm_suspend = Bool(
         False,
         help="With `fast_path`: a suspended kernel keeps its CUDA context on the GPU, some hundred MiB, and only its "
@@ -498,6 +506,7 @@ class GpuCkptProvisioner(LocalProvisioner):
                 allow_unconfined_wake=self.allow_unconfined_wake,
                 archive_url=self.archive_url,
                 warm=self.warm_suspend,
+                sharing=self.gpu_sharing,
                 keep_chunks=self.keep_chunks,
                 write_ahead=self.write_ahead,
                 kept_file_bytes=self.save_point_file_bytes,
@@ -567,6 +576,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         if self.lifecycle is None:
             return await super().send_signal(signum)
         gate = self._host.gate
+        if signum == signal.SIGINT:
+            self._host.interrupted()
         if signum == signal.SIGINT and gate is not None and await asyncio.to_thread(gate.interrupt):
             return None
         if signum == signal.SIGKILL or (signum == signal.SIGTERM and not self._host.reachable):

@@ -22,7 +22,7 @@ from ..criu.criu import Criu
 from ..criu.exclusive import Exclusive
 from ..cuda.cuda import Cuda
 from ..cuda.fastpath import FastPath
-from ..cuda.gpus import Gpus
+from ..cuda.gpus import Gpu, Gpus
 from ..errors import CapsuleGone, CriuError, GpuCkptError, KernelLost, UnsupportedCuda
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
@@ -58,6 +58,14 @@ class GateProtocol(Protocol):
     def kernel_died(self) -> None: ...
     def expect_key(self, key: str) -> None: ...
     def follow_session(self, session: str) -> None: ...
+
+
+class Admission(Protocol):
+    """The methods by which a kernel that shares GPUs with others is admitted to one (`kernel.gpu_sharing`)."""
+
+    def admit(self, needs: Mapping[str, int], present: Sequence[Gpu], *, elsewhere: bool) -> dict[str, str]: ...
+    def require_valid(self) -> None: ...
+    def settle(self) -> None: ...
 
 
 @dataclass
@@ -254,6 +262,10 @@ class KernelState:
     #: Whether the gate has no connection to the process.  Without CUDA state that is made again by the next step that
     #: needs it; a suspended kernel, whose threads may be frozen, cannot answer it and is connected when it is resumed.
     disconnected: bool = False
+    #: Whether the kernel runs cells while it has CUDA state to resume: behind its launch gate (`State.OFF_GPU`).
+    serves_off_gpu: bool = False
+    #: Of a kernel that shares GPUs.
+    admission: Admission | None = None
     #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).
     supersedes_images: bool = False
 
@@ -350,7 +362,7 @@ class Attempt:
     put_back: list[str] = field(default_factory=list)
     #: Paths of files that were changed since the checkpoint and are accepted.
     changed_files: list[str] = field(default_factory=list)
-    #: Arguments for `Capsule.hold_databases`.
+    #: Arguments for `Capsule.lock_databases`.
     databases: list[dict[str, Any]] = field(default_factory=list)
     #: The capsule that is being filled; `KernelState.capsule` once the kernel is in it.
     restoring: Capsule | None = None

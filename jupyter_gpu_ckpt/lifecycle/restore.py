@@ -56,7 +56,7 @@ def match(attempt: Attempt) -> None:
         attempt.verification = store.begin_check(image)
         attempt.resources.callback(attempt.verification.cancel, wait_for_end=True)
         attempt.changed_files = _require_match(attempt, image)
-        for database, paths in databases.to_hold(image.manifest.fingerprint.get("files", {})):
+        for database, paths in databases.to_lock(image.manifest.fingerprint.get("files", {})):
             attempt.databases.append(database)
             if "unchanged" not in database:  # log and index may get another size
                 attempt.changed_files.extend(paths)
@@ -196,7 +196,7 @@ def criu_restore(attempt: Attempt) -> None:
             _closed_after_failure(capsule),
         ):
             if attempt.databases:
-                capsule.hold_databases(attempt.databases)
+                capsule.lock_databases(attempt.databases)
             restored = kernel.engine.criu.restore(
                 capsule,
                 directory,

@@ -22,6 +22,7 @@ from tornado import web
 from ..errors import BadRequest, GpuCkptError, StateError
 from ..image.store import Image, Store
 from ..kernel.provisioner import GpuCkptProvisioner
+from ..lifecycle.plans import State
 from ..lifecycle.preflight import require
 from . import models
 from .branches import Branches
@@ -171,21 +172,26 @@ class StatusHandler(Handler):
 
 
 class KernelsHandler(Handler):
-    """``kernels``: all kernels of this server."""
+    """``kernels``: all kernels of this server, with their host memory now."""
 
     async def get(self) -> None:
         self.app.refresh_monitor()
-        self.reply([self.document(kernel_id) for kernel_id in self.kernel_manager.list_kernel_ids()])
+        ids = self.kernel_manager.list_kernel_ids()
+        provisioners = [self.app.provisioner(kernel_id) for kernel_id in ids]
+        measured = await asyncio.to_thread(lambda: [models.in_memory(each) for each in provisioners])
+        there = self.kernel_manager.list_kernel_ids()  # another request may have ended one meanwhile
+        self.reply([{**self.document(id), **memory} for id, memory in zip(ids, measured, strict=True) if id in there])
 
 
 class KernelHandler(Handler):
-    """``kernels/<id>``: one kernel, with its device memory now."""
+    """``kernels/<id>``: one kernel, with its memory now."""
 
     async def get(self, kernel_id: str) -> None:
         self.app.refresh_monitor()
         provisioner = self.kernel(kernel_id)
         on_device = await asyncio.to_thread(models.on_device, provisioner)
-        self.reply({**self.document(kernel_id), "device_bytes": on_device})
+        in_memory = await asyncio.to_thread(models.in_memory, provisioner)
+        self.reply({**self.document(kernel_id), **in_memory, "device_bytes": on_device})
 
 
 class PreflightHandler(Handler):
@@ -270,6 +276,17 @@ class ProtectHandler(Handler):
         self.reply(await asyncio.to_thread(provisioner.agent_requests.protect, body["seconds"]))
 
 
+class KeepHandler(Handler):
+    """``kernels/<id>/keep``: begin the kernel's idleness anew, as a cell would."""
+
+    async def post(self, kernel_id: str) -> None:
+        provisioner = self.checkpointable(kernel_id)
+        self.body(set())
+        if provisioner.state not in (State.RUNNING, State.SUSPENDED):
+            raise StateError(f"The kernel is {provisioner.state.value} already.", hint="The next cell wakes it.")
+        self.reply({"policy": self.app.idle.keep(kernel_id)})
+
+
 class JobHandler(Handler):
     """``jobs/<id>``"""
 
@@ -341,6 +358,7 @@ HANDLERS: list[tuple[str, type[Handler]]] = [
     (r"gpu-ckpt/kernels/([^/]+)/preflight", PreflightHandler),
     (rf"gpu-ckpt/kernels/([^/]+)/({'|'.join(VERBS)})", VerbHandler),
     (r"gpu-ckpt/kernels/([^/]+)/protect", ProtectHandler),
+    (r"gpu-ckpt/kernels/([^/]+)/keep", KeepHandler),
     (r"gpu-ckpt/kernels/([^/]+)/branch", BranchHandler),
     (r"gpu-ckpt/drain", DrainHandler),
     (r"gpu-ckpt/gpus", GpusHandler),

@@ -35,7 +35,7 @@ class Day:
 
 @dataclass
 class Seen:
-    """What was observed of a day that has ended."""
+    """Observations of a day that has ended."""
 
     node: SharedGpus
     ran: list[Ran] = field(default_factory=list)

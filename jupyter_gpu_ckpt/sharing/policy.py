@@ -421,14 +421,16 @@ class _Round:
     ) -> _Planned | None:
         """Return the earliest start on some of the allowed GPUs; None if none is known.
 
-        A whole turn must be free of others that are planned before.  At this moment a part of it will do: rather that
-        than a GPU that nobody uses until one comes that needs several.
+        A whole turn must be free of others that are planned before.  At this moment a part of it will do: better than a
+        GPU that is idle until a kernel comes that needs several.
         """
         each, arrival = queued.participant, self._arrival(queued.participant)
         relevant = [stay for stay in stays if any(gpu in stay.needs for gpu in allowed)]
+        # One that still leaves can go nowhere before it has left.
+        first = max((stay.released(False) for stay in stays if stay.kernel == each.kernel), default=self.now)
         times = {stay.released(queued.cuts) for stay in relevant}
         whole = max((self._turn_seconds(each, [gpu]) for gpu in allowed), default=0.0)
-        for start in sorted({self.now, *(time for time in times if self.now < time < math.inf)}):
+        for start in sorted({first, *(time for time in times if first < time < math.inf)}):
             lasts = functools.partial(self._free_for, start=start, cuts=queued.cuts, stays=relevant)
             least = arrival + (min(self.rules.cut, whole) if start == self.now else whole)
             if gpus := _choose(each, allowed, crowd, lasts, least):

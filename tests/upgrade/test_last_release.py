@@ -1,7 +1,7 @@
 """Kernels of the last release, found by this tree: attached and woken, or refused by a code, and never lost.
 
-The last release is that of the newest tag ``v*`` below this commit.  While there is none it is a copy of this tree: also
-that one is built, installed in an environment of its own, and its servers start the kernels.
+The last release is that of the newest tag ``v*`` below this commit.  While there is none it is a copy of this tree:
+also that one is built, installed in an environment of its own, and its servers start the kernels.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def test_a_kernel_that_sleeps_wakes_sleeps_and_wakes_or_its_image_is_refused_and
     kernel_id, pid = left_by(last_release, home, runtime_base, signal.SIGTERM)
     (image,) = (home / "images").glob("*/manifest.json")
     with server(home, runtime_base) as new:
-        if last_release.is_this or not (code := refusal(new)):
+        if last_release.is_this or not refusal(new):
             assert [kernel["id"] for kernel in new.get("api/kernels")] == [kernel_id]
             said = answer(new, kernel_id)
             if last_release.is_this or not any(code in said for code in CODES):

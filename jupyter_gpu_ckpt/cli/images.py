@@ -17,7 +17,7 @@ from ..image.keys import Keyring
 from ..image.retention import Limits, choose
 from ..image.store import Image
 from ..kernel.orphans import Session, only_copy
-from ..kernel.registry import kernels, owned_kernel
+from ..kernel.registry import kernels, owned_by_id
 from ..units import duration, rate, size
 from .command import GpuCkptCommand, ImageCommand, Result
 from .terminal import Column, Part, progress
@@ -215,7 +215,7 @@ def _require_unusable(path: Path, error: ImageFormat) -> None:
             f"Image {path.name}: {error.message}", hint="A newer release can read it. Use --force to delete it."
         )
     session = Session.read(path)
-    kernel = owned_kernel(Path(session.runtime_dir)) if session else None
+    kernel = owned_by_id(Path(session.runtime_dir), session.kernel_id) if session else None
     if session and kernel and kernel["image"] == path.name:
         raise ImageBusy(
             f"Image {path.name} is damaged, and the only copy of kernel {session.kernel_id}, which sleeps.",

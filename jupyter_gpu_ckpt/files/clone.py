@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -38,13 +39,33 @@ def copy(source: Path, target: Path, most: int) -> int | None:
 
 
 def _copied(source: int, target: int) -> int:
-    done = 0
-    with contextlib.suppress(OSError):  # between file systems of different kinds, and from /proc
-        while count := os.copy_file_range(source, target, _BLOCK):
-            done += count
-    while block := os.pread(source, _BLOCK, done):
+    """Copy the content of a file, whose holes stay holes; return the bytes copied.  Raises `OSError`."""
+    size = os.fstat(source).st_size
+    os.truncate(target, size)
+    at = copied = 0
+    while at < size:
+        begin, at = _data(source, at, size)
+        copied += _copy_range(source, target, begin, at)
+    return copied
+
+
+def _data(source: int, at: int, size: int) -> tuple[int, int]:
+    """Return where the next data in a file begins and ends; all of it where the file system knows no holes."""
+    try:
+        begin = os.lseek(source, at, os.SEEK_DATA)
+        return begin, os.lseek(source, begin, os.SEEK_HOLE)
+    except OSError as error:
+        return (size, size) if error.errno == errno.ENXIO else (at, size)
+
+
+def _copy_range(source: int, target: int, begin: int, end: int) -> int:
+    at = begin
+    with contextlib.suppress(OSError):  # between file systems of different kinds
+        while at < end and (count := os.copy_file_range(source, target, min(_BLOCK, end - at), at, at)):
+            at += count
+    while at < end and (block := os.pread(source, min(_BLOCK, end - at), at)):
         written = 0
         while written < len(block):
-            written += os.pwrite(target, block[written:], done + written)
-        done += len(block)
-    return done
+            written += os.pwrite(target, block[written:], at + written)
+        at += len(block)
+    return at - begin

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from ..errors import KeyUnusable
+from ..files import clone
 from ..files.atomic import flush, write_atomically
 from ..files.disk import mapped_errors
 from . import device_memory, encryption, layout, lease, links, verify
@@ -51,6 +53,7 @@ class Draft:
         self._journal = root / f"{layout.DRAFT}{id}{layout.LINKS}"
         self._needed_links = needed_links
         self._known: dict[str, FileEntry] = {}
+        self._copied_encryption: dict[str, Any] | None = None
         self._lock = FileLock(root / f"{layout.DRAFT}{id}{layout.LOCK}", timeout=0, mode=0o600)
         self._form = encryption.Form(vault, id, self.path / layout.CRIU)
         #: The image's directory, once it is one.
@@ -91,6 +94,20 @@ class Draft:
             written = device_memory.write(extents, directory, self._form.codec(claim), check_cancelled)
             self._known = {layout.device_file(name): entry for name, entry in written.items()}
 
+    def copy(self, source: Image) -> None:
+        """Copy all files of an image but its session.  Their hashes stay, encrypted ones stay encrypted as they are.
+
+        Raises `NoSpace`, `StoreUnwritable`.
+        """
+        with mapped_errors(self._root):
+            for name, entry in source.manifest.files.items():
+                if name == layout.SESSION:
+                    continue
+                (self.path / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                clone.copy(source.path / name, self.path / name, most=entry.bytes)
+                self._known[name] = entry
+        self._copied_encryption = source.manifest.encryption
+
     def note_before_dump(self, pids: Iterable[int]) -> None:
         """Note where a dump of ``pids`` may make links, for `discard` or a later sweep.  Raises `NoSpace`."""
         with mapped_errors(self._root):
@@ -116,7 +133,7 @@ class Draft:
         sleeps_in_save_point = manifest.save_point is not None and claim_pid is not None
         with mapped_errors(self._root):
             key = self._keys.current()
-            manifest = replace(manifest, encryption=self._form.finish())
+            manifest = replace(manifest, encryption=self._copied_encryption or self._form.finish())
             files = [path for path in self.path.rglob("*") if path.is_file() and not path.is_symlink()]
             for path in files:
                 path.chmod(0o600)

@@ -19,6 +19,8 @@ LEASES = "lease"
 #: Names that a manifest does not list: itself, its seal, and what leases write.
 RESERVED = frozenset({MANIFEST, SEAL, LEASES, CLAIM})
 
+#: The session of the kernel (`kernel.orphans`).
+SESSION = "session.json"
 #: The directory that CRIU writes to.
 CRIU = "criu"
 #: In the directory above: the pages of the processes, which CRIU copies without reading them.

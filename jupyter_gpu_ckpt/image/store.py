@@ -249,7 +249,8 @@ class Store:
             deleted = self.root / f"{layout.DRAFT}{path.name}"
             path.rename(deleted)
             if ended is not None:
-                links.remove(ended.manifest, current=not leased and self._is_current(ended))
+                of_source = self._needed_links(ended.manifest.kernel_id) if ended.manifest.branched_from else ()
+                links.remove(ended.manifest, current=not leased and self._is_current(ended), needed=of_source)
                 if abandoned:
                     links.remove_tracked(ended.manifest)
                 if layout.mark(path, layout.RESTORING).exists():

@@ -21,6 +21,8 @@ TEXTS = {
     State.RUNNING: "running",
     State.SUSPENDING: "being suspended",
     State.SUSPENDED: "suspended: the process stays, in host memory. Run a cell, or press Wake.",
+    State.YIELDING: "leaving the GPU for another kernel",
+    State.OFF_GPU: "running off the GPU, which another kernel uses: its next call of CUDA waits for it.",
     State.RESUMING: "being resumed",
     State.DUMPING: "being written to disk",
     State.SAVING: "being saved",

@@ -19,9 +19,10 @@ from typing import Any, Protocol
 from ..capsule.capsule import Capsule
 from ..capsule.namespaces import Clocks
 from ..criu.criu import Criu
+from ..criu.exclusive import Exclusive
 from ..cuda.cuda import Cuda
 from ..cuda.fastpath import FastPath
-from ..cuda.gpus import Gpus
+from ..cuda.gpus import Gpu, Gpus
 from ..errors import CapsuleGone, CriuError, GpuCkptError, KernelLost, UnsupportedCuda
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
@@ -34,6 +35,10 @@ from ..image.store import Image, Store
 from ..trace import Trace, TracedStep
 from .plans import MachineState, State, Step
 from .settings import LifecycleSettings
+
+#: Beginnings of names in a kernel's directory: of its own sockets (the library's, too, `fastpath.SOCKET`), and of those
+#: of its program that a branch has there.
+KERNEL_SOCKETS, MOVED = "kernel-", "moved-"
 
 
 class GateProtocol(Protocol):
@@ -51,6 +56,16 @@ class GateProtocol(Protocol):
     def notify(self, notice: str) -> None: ...
     def print_notice(self, text: str) -> None: ...
     def kernel_died(self) -> None: ...
+    def expect_key(self, key: str) -> None: ...
+    def follow_session(self, session: str) -> None: ...
+
+
+class Admission(Protocol):
+    """The methods by which a kernel that shares GPUs with others is admitted to one (`kernel.gpu_sharing`)."""
+
+    def admit(self, needs: Mapping[str, int], present: Sequence[Gpu], *, elsewhere: bool) -> dict[str, str]: ...
+    def require_valid(self) -> None: ...
+    def settle(self) -> None: ...
 
 
 @dataclass
@@ -81,6 +96,15 @@ class Home:
     renew: Callable[[], object] = lambda: None
     #: Whether the kernel outlives this process.
     outlive: bool = False
+    #: Of a branch that has not run: the key that signs the messages of the kernel it comes from.
+    kernel_key: str = ""
+    #: The key that clients have.
+    key: str = ""
+    #: Of a kernel that starts from a template: its environment and its working directory.
+    environment: Mapping[str, str] = field(default_factory=dict)
+    directory: str = ""
+    #: The notebook of its document.
+    notebook: str = ""
     #: Writes the session of the kernel, for a later server, into the directory of an image.
     write_session: Callable[[Path], None] | None = None
     #: As for `subprocess.Popen`.  Of files, descriptors of our own, until this object is gone: who started the kernel
@@ -108,7 +132,7 @@ class Home:
     @property
     def own_sockets(self) -> tuple[str, ...]:
         """The beginnings of the paths of the kernel's own unix sockets, inside the capsule."""
-        return (f"{self.inner_dir}/", *([f"{self.sockets}-"] if self.sockets else []))
+        return (f"{self.inner_dir}/{KERNEL_SOCKETS}", *([f"{self.sockets}-"] if self.sockets else []))
 
 
 #: Of a verb of a kernel that is ended meanwhile.
@@ -238,6 +262,10 @@ class KernelState:
     #: Whether the gate has no connection to the process.  Without CUDA state that is made again by the next step that
     #: needs it; a suspended kernel, whose threads may be frozen, cannot answer it and is connected when it is resumed.
     disconnected: bool = False
+    #: Whether the kernel runs cells while it has CUDA state to resume: behind its launch gate (`State.OFF_GPU`).
+    serves_off_gpu: bool = False
+    #: Of a kernel that shares GPUs.
+    admission: Admission | None = None
     #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).
     supersedes_images: bool = False
 
@@ -340,12 +368,14 @@ class Attempt:
     put_back: list[str] = field(default_factory=list)
     #: Paths of files that were changed since the checkpoint and are accepted.
     changed_files: list[str] = field(default_factory=list)
-    #: Arguments for `Capsule.hold_databases`.
+    #: Arguments for `Capsule.lock_databases`.
     databases: list[dict[str, Any]] = field(default_factory=list)
     #: The capsule that is being filled; `KernelState.capsule` once the kernel is in it.
     restoring: Capsule | None = None
     device_read: BackgroundTask | None = None
     #: Whether the kernel runs without its children (`Capsule.attach_kernel`).
     alone: bool = False
+    #: State of the kernel that a branch comes from, and that it has otherwise.
+    separated: list[Exclusive] = field(default_factory=list)
     #: Settings that could not be put back, in words; shown in the kernel's next cell.
     changed_settings: list[str] = field(default_factory=list)

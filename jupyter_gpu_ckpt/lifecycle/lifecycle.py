@@ -77,6 +77,7 @@ class Lifecycle:
             self.kernel.capsule, self.kernel.exit_status, self.kernel.end_requested = capsule, None, False
             self.kernel.saved, self.kernel.restored_on_gpu, self.kernel.disconnected = Saved(), False, False
             self.kernel.lasting_refusal = self.kernel.refused_checkpoint = None
+            self.kernel.serves_off_gpu = False
             advance(self.kernel, plans.ProcessEvent.LAUNCHED)
 
     def attach(self, *, capsule: Capsule | None = None, image: Image | None = None) -> None:
@@ -106,6 +107,13 @@ class Lifecycle:
     def suspend(self) -> None:
         """Move the CUDA state to host RAM; the process lives.  After failure the kernel runs on."""
         self._perform(Move.SUSPEND, State.SUSPENDED)
+
+    def yield_gpu(self) -> None:
+        """Move the CUDA state to host RAM, also in the middle of a cell; cells run on, and their calls of CUDA wait.
+
+        After failure the kernel runs on.  Raises `UnsupportedCuda` where these calls could not be kept waiting.
+        """
+        self._perform(Move.YIELD, State.OFF_GPU)
 
     def resume(self) -> None:
         """Move the CUDA state back to the GPU.  After failure the kernel stays suspended."""
@@ -292,7 +300,7 @@ class Lifecycle:
                 final = failures.final_error(self.kernel, failure)
                 if again and kernel.image is not None and type(failure) in failures.BY_CHANCE:
                     final.hint = failures.TRIED_TWICE.format(image=kernel.image.id)
-                if goal is State.RUNNING and self.state is not State.DEAD:
+                if goal is State.RUNNING and self.state not in (State.DEAD, State.OFF_GPU):
                     # The clients that wait for the kernel get this error; the next message tries again.
                     self.gate.fail(final)
                 raise final from failure

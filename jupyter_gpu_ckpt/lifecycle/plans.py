@@ -22,6 +22,9 @@ class State(enum.Enum):
     RUNNING = "running"
     SUSPENDING = "suspending"
     SUSPENDED = "suspended"
+    YIELDING = "yielding"
+    #: Its CUDA state is in host memory as well, but it runs cells; their calls that use the GPU wait.
+    OFF_GPU = "off_gpu"
     RESUMING = "resuming"
     DUMPING = "dumping"
     SAVING = "saving"
@@ -63,6 +66,7 @@ class Move(enum.Enum):
     """A verb: a request to move the kernel between GPU, host memory and disk; `lifecycle.Lifecycle` explains each."""
 
     SUSPEND = "suspend"
+    YIELD = "yield"
     RESUME = "resume"
     CHECKPOINT = "checkpoint"
     RESTORE = "restore"
@@ -138,6 +142,9 @@ _RESUME = Plan(State.RESUMING, State.RUNNING, State.SUSPENDED, _BACK_ON_GPU, com
 _PROCESS_BACK = (Step.MATCH, Step.RESERVE, Step.CRIU_RESTORE, Step.CUDA_RESUME, Step.UNRESERVE)
 _SERVED = (Step.CONNECT, Step.THAW, Step.RELEASE, Step.DISCARD_IMAGE)
 _RESTORE = Plan(State.RESTORING, State.RUNNING, State.CHECKPOINTED, (*_PROCESS_BACK, *_SERVED), commit=Step.RELEASE)
+_AWAY_IDLE = (Step.DRAIN, Step.QUIESCE)
+_BACK_FOR_CALLS = (Step.RESERVE, Step.CUDA_RESUME, Step.UNRESERVE)
+_RETURN = Plan(State.RESUMING, State.RUNNING, State.OFF_GPU, _BACK_FOR_CALLS, commit=Step.CUDA_RESUME)
 _CHECKPOINT = Plan(State.DUMPING, State.CHECKPOINTED, State.RUNNING, (*_SUSPEND, *_DUMP), commit=Step.END_PROCESS)
 # The kernel is served again before its save point is published: hashes and the disk are not waited for.
 _DUMP_ON = (Step.DISCONNECT, Step.DUMP, Step.CONTINUE)
@@ -151,6 +158,9 @@ _SAVE_SUSPENDED = Plan(
 #: Every legal request.  None: the kernel is in the state already.
 PLANS: dict[tuple[State, Move], Plan | None] = {
     (State.RUNNING, Move.SUSPEND): Plan(State.SUSPENDING, State.SUSPENDED, State.RUNNING, (*_SUSPEND, Step.SLEEP)),
+    (State.RUNNING, Move.YIELD): Plan(
+        State.YIELDING, State.OFF_GPU, State.RUNNING, (Step.PREFLIGHT, Step.CUDA_SUSPEND)
+    ),
     (State.RUNNING, Move.CHECKPOINT): _CHECKPOINT,
     (State.RUNNING, Move.SAVE): _SAVE,
     (State.RUNNING, Move.RESUME): None,
@@ -159,8 +169,18 @@ PLANS: dict[tuple[State, Move], Plan | None] = {
     (State.SUSPENDED, Move.SUSPEND): None,
     (State.SUSPENDED, Move.CHECKPOINT): replace(_CHECKPOINT, back=State.SUSPENDED, steps=_DUMP),
     (State.SUSPENDED, Move.SAVE): _SAVE_SUSPENDED,
+    (State.SUSPENDED, Move.YIELD): None,
     (State.SUSPENDED, Move.RESUME): _RESUME,
     (State.SUSPENDED, Move.WAKE): _RESUME,
+    (State.OFF_GPU, Move.SUSPEND): Plan(State.SUSPENDING, State.SUSPENDED, State.OFF_GPU, (*_AWAY_IDLE, Step.SLEEP)),
+    (State.OFF_GPU, Move.YIELD): None,
+    (State.OFF_GPU, Move.SAVE): replace(
+        _SAVE_SUSPENDED, back=State.OFF_GPU, steps=(*_AWAY_IDLE, *_SAVE_SUSPENDED.steps)
+    ),
+    (State.OFF_GPU, Move.CHECKPOINT): replace(_CHECKPOINT, back=State.OFF_GPU, steps=(*_AWAY_IDLE, *_DUMP)),
+    (State.OFF_GPU, Move.RESUME): _RETURN,
+    (State.OFF_GPU, Move.WAKE): _RETURN,
+    (State.CHECKPOINTED, Move.YIELD): None,
     (State.CHECKPOINTED, Move.CHECKPOINT): None,
     (State.CHECKPOINTED, Move.RESTORE): _RESTORE,
     (State.CHECKPOINTED, Move.WAKE): _RESTORE,
@@ -244,7 +264,8 @@ def _advance(kernel: MachineState, event: Event) -> Outcome | None:
             return replace(kernel, unwinding=True), undo
         case Unwound(failed) if plan and kernel.unwinding:
             # Without free memory on the GPU the CUDA state is safe in host RAM.
-            return _at_rest(kernel, State.SUSPENDED if Step.CUDA_RESUME in failed else plan.back), ()
+            away = State.OFF_GPU if plan.to is State.OFF_GPU else State.SUSPENDED
+            return _at_rest(kernel, away if Step.CUDA_RESUME in failed else plan.back), ()
         case ProcessEvent.EXITED if at_rest and kernel.state not in (State.CHECKPOINTED, State.STARTING):
             return replace(kernel, state=State.DEAD, process=False), ()
         case ProcessEvent.TERMINATED:

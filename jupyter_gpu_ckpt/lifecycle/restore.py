@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..capsule.capsule import Capsule
 from ..capsule.namespaces import Clocks
-from ..criu import images, shared_pages, vmas
+from ..criu import exclusive, images, shared_pages, vmas
 from ..errors import (
     CapsuleError,
     CapsuleGone,
@@ -36,7 +36,7 @@ from ..terminal_text import printable
 from ..transfer import archive
 from ..transfer.remote import Remote
 from . import compatibility, going_back, host_memory
-from .context import Attempt, Home, KernelState, Reason, Saved
+from .context import MOVED, Attempt, Home, KernelState, Reason, Saved
 
 #: Seconds to wait for a lease that another process has for a moment only: the cold tier, as it sends the content away.
 _MOMENT = 2.0
@@ -56,7 +56,7 @@ def match(attempt: Attempt) -> None:
         attempt.verification = store.begin_check(image)
         attempt.resources.callback(attempt.verification.cancel, wait_for_end=True)
         attempt.changed_files = _require_match(attempt, image)
-        for database, paths in databases.to_hold(image.manifest.fingerprint.get("files", {})):
+        for database, paths in databases.to_lock(image.manifest.fingerprint.get("files", {})):
             attempt.databases.append(database)
             if "unchanged" not in database:  # log and index may get another size
                 attempt.changed_files.extend(paths)
@@ -196,7 +196,7 @@ def criu_restore(attempt: Attempt) -> None:
             _closed_after_failure(capsule),
         ):
             if attempt.databases:
-                capsule.hold_databases(attempt.databases)
+                capsule.lock_databases(attempt.databases)
             restored = kernel.engine.criu.restore(
                 capsule,
                 directory,
@@ -206,7 +206,7 @@ def criu_restore(attempt: Attempt) -> None:
                 freeze=manifest.cuda,
                 alone=alone,
                 before_running=lambda: _require_read(attempt),
-                notes=manifest.notes,
+                notes=exclusive.without_locks(manifest.notes) if manifest.branched_from else manifest.notes,
             )
     except BaseException as error:
         capsule.close()
@@ -275,13 +275,15 @@ def _device_memory_read(attempt: Attempt, capsule: Capsule, files: Readable) -> 
 
 @contextlib.contextmanager
 def _criu_directory(attempt: Attempt, directory: Path) -> Iterator[Path]:
-    """Yield CRIU's files, or a view of them where changed files are accepted or processes share pages.
+    """Yield CRIU's files, or a view of them: of a branch, or where changed files are accepted or processes share pages.
 
     A wake that failed is tried again with CRIU's own tables of mappings: processes rather share less than never wake.
     """
-    references, runtime_dir = shared_pages.references(directory), attempt.kernel.home.runtime_dir
-    aligned = vmas.AS_DUMPED if attempt.again else vmas.aligned(directory)
-    if not (attempt.changed_files or references or aligned.records):
+    references, home = shared_pages.references(directory), attempt.kernel.home
+    aligned, runtime_dir = vmas.AS_DUMPED if attempt.again else vmas.aligned(directory), home.runtime_dir
+    assert attempt.kernel.image is not None
+    is_branch = bool(attempt.kernel.image.manifest.branched_from)
+    if not (attempt.changed_files or references or aligned.records or is_branch):
         yield directory
         return
     with contextlib.ExitStack() as stack:
@@ -290,6 +292,9 @@ def _criu_directory(attempt: Attempt, directory: Path) -> Iterator[Path]:
             view = images.view(directory, Path(temporary) / layout.CRIU, attempt.changed_files)
             shared_pages.add_parents(directory, view, references, aligned.whole)
             vmas.replace(view, aligned.records)
+            if is_branch:
+                moved = f"{home.inner_dir}/{MOVED}"
+                attempt.separated = exclusive.separate(directory, view, home.own_sockets, exclusive.free_port, moved)
         except OSError as error:
             raise RuntimeDirectory(f"{runtime_dir} cannot be written: {error.strerror}.") from error
         yield view

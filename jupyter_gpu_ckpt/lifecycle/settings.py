@@ -43,5 +43,7 @@ class LifecycleSettings:
     warm: bool = False
     #: Whether chunks of the last image are kept while the kernel runs, so that the next one is written faster.
     keep_chunks: bool = True
+    #: Whether kernels share GPUs with those of others: "off", their memory ("room"), or also in turns ("turns").
+    sharing: str = "off"
     #: Whether a suspended kernel's device memory is written to the disk before a checkpoint is requested.
     write_ahead: bool = True

@@ -22,6 +22,7 @@ from ..errors import BadRequest, GpuCkptError, StateError
 from ..image.store import Image, Store
 from ..kernel.provisioner import GpuCkptProvisioner
 from . import models
+from .branches import Branches
 from .gpu_usage import GpuUsage
 from .idle.loop import IdlePolicy
 from .jobs import Job, Jobs
@@ -35,6 +36,7 @@ class Extension(Protocol):
 
     store: Store
     jobs: Jobs
+    branches: Branches
     monitor: KernelMonitor
     usage: GpuUsage
     idle: IdlePolicy

@@ -9,6 +9,8 @@ export type State =
   | 'running'
   | 'suspending'
   | 'suspended'
+  | 'yielding'
+  | 'off_gpu'
   | 'resuming'
   | 'dumping'
   | 'saving'

@@ -11,6 +11,9 @@ const PHASES: Record<State, Phase> = {
   running: 'running',
   suspending: 'suspending',
   suspended: 'suspended',
+  // It runs cells; only their calls of CUDA wait.
+  yielding: 'running',
+  off_gpu: 'running',
   resuming: 'waking',
   dumping: 'checkpointing',
   saving: 'running',

@@ -151,7 +151,7 @@ def automatic_name(why: str, images: Iterable[Image], kernel_id: str) -> str:
 
 def thin_out(kernel: KernelState) -> None:
     """Delete the kernel's automatic save points that are too many.  One in use is left for the next time."""
-    store = kernel.engine.store
-    for image in save_point.surplus(store.images(), kernel.home.kernel_id, kernel.settings.automatic_save_points):
+    store, most = kernel.engine.store, kernel.settings.automatic_save_points
+    for image in save_point.surplus(store.images(), kernel.home.kernel_id, most):
         with contextlib.suppress(GpuCkptError):
             store.remove(image)

@@ -112,3 +112,13 @@ def test_no_paragraph_is_longer_than_a_reader_follows():
         for block in re.split(r"\n\s*\n", text):
             for paragraph in re.split(r"\n(?=\s*(?:[-*|]|\d+\.)\s)", block):
                 assert paragraph.lstrip().startswith("|") or len(" ".join(paragraph.split())) <= 600, (page, paragraph)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_heading_and_no_paragraph_stands_twice_on_a_page(document):
+    """As after a merge of two branches that have moved a section."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ .+$", text, re.MULTILINE)
+    paragraphs = [block for block in text.split("\n\n") if len(block) > 100]
+    for parts in (headings, paragraphs):
+        assert sorted(parts) == sorted(set(parts)), {part[:60] for part in parts if parts.count(part) > 1}

@@ -122,3 +122,13 @@ def test_no_heading_and_no_paragraph_stands_twice_on_a_page(document):
     paragraphs = [block for block in text.split("\n\n") if len(block) > 100]
     for parts in (headings, paragraphs):
         assert sorted(parts) == sorted(set(parts)), {part[:60] for part in parts if parts.count(part) > 1}
+
+
+def test_usage_has_the_words_of_each_state_that_is_lost_and_documented():
+    """What `tests/zoo` finds changed after a wake and lets pass because the page says so."""
+    section = (ROOT / "docs" / "usage.md").read_text().partition("## What comes back, and what does not\n")[2]
+    section = section.partition("\n## ")[0]
+    sources = "".join(path.read_text() for path in (ROOT / "tests" / "zoo" / "kinds").glob("*.py"))
+    words = set(re.findall(r'documented\("(.+?)"\)', sources))
+    assert len(words) > 4
+    assert {word for word in words if word not in section} == set()

@@ -240,6 +240,7 @@ class KernelHost:
             root=launch.root,
             notebook=notebook,
             protected_until=None,
+            directory=directory.name,
             kernel_key=was.kernel_key if source.manifest.branched_from else str(was.front["key"]),
         )
         kernel = NewKernel(
@@ -332,7 +333,7 @@ class KernelHost:
         """Become the owner of a kernel that has none."""
         # A sleeping kernel gets a directory of this host; inside it keeps its old path (`Home.known_as`).
         known_as = Path(found.session.runtime_dir)
-        directory = found.directory or launch.base / known_as.name
+        directory = found.directory or launch.base / (Path(found.session.directory).name or known_as.name)
         make_runtime_dir(directory.parent, directory.name)
         self._registration = Registration(directory)
         capsule: Capsule | None = None

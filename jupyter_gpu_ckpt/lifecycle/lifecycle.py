@@ -15,7 +15,7 @@ from typing import Any
 
 from ..capsule.capsule import ANSWER, Capsule
 from ..errors import CapsuleError, CapsuleGone, GpuCkptError, KernelSilent, StateError
-from ..image.save_point import SavePoint, require_free_name, surplus
+from ..image.save_point import SavePoint, find, require_free_name, surplus
 from ..image.store import Image
 from ..trace import Trace
 from . import compatibility, dump, endings, failures, going_back, host_memory, plans, restore, resume
@@ -141,22 +141,24 @@ class Lifecycle:
             assert self.kernel.save_point is not None
             return self.kernel.save_point
 
-    def back(self, point: Image, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
-        """Go back to a save point; the present state is saved first, as an automatic one, which is returned.
+    def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
+        """Go back to the save point of this name.  The present state is saved first, as an automatic one: return that.
 
         ``files``: what the kernel gets of files that differ.  ``notebook``: the present document.  After failure the
-        kernel is in its present state, or asleep in it.  Raises `FilesDiffer` for files without a choice.
+        kernel is in its present state, or asleep in it.  Raises `FilesDiffer` for files without a choice,
+        `SavePointNotFound`.
         """
         kernel, store = self.kernel, self.engine.store
         with kernel.lock:
+            point = find(store.images(), self.home.kernel_id, name)
             if self.state not in (State.RUNNING, State.DEAD):
                 self.wake()
             if point.archived:
                 with point.lease():
                     restore.fetch_content(kernel, point)
             then = going_back.check(kernel, point, files)
-            name = going_back.automatic_name("before going back", store.images(), self.home.kernel_id)
-            before = SavePoint(name, automatic=True)
+            before_name = going_back.automatic_name("before going back", store.images(), self.home.kernel_id)
+            before = SavePoint(before_name, automatic=True)
             options: dict[str, Any] = {"save_point": before, "notebook": notebook, "also_keep": then}
             self._perform(Move.CHECKPOINT, State.CHECKPOINTED, **options)
             present = kernel.image

@@ -81,7 +81,7 @@ def cuda_resume(attempt: Attempt) -> None:
     # An undo has no reservation yet, and without proof of free memory the driver could destroy the process.
     missing = attempt.unwinding and not _is_on_gpu(kernel)
     if kernel.admission is not None and not attempt.unwinding:
-        kernel.admission.require_valid()
+        kernel.admission.renew()
     with _reservation(attempt) if missing else contextlib.nullcontext():
         capsule, deadline = kernel.require_capsule(), kernel.deadline(attempt.traced.bytes)
         cuda_processes.resume_children(kernel, attempt.gpu_mapping, deadline)

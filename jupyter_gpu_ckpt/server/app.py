@@ -194,8 +194,8 @@ class GpuCkptApp(ExtensionApp):
         self.usage.start()
         self._publisher.start()
 
-    def _announce(self, kernel_id: str, verb: str | None, at: float | None) -> None:
-        self.monitor.notify(lambda listener: listener.planned(kernel_id, verb, at))
+    def _announce(self, kernel_id: str, verb: str | None, seconds: float | None) -> None:
+        self.monitor.notify(lambda listener: listener.planned(kernel_id, verb, seconds))
 
     def current_activity(self) -> list[dict[str, Any]]:
         """Return the jobs under way.  Called from jupyter_server before it shuts down for lack of activity."""

@@ -386,7 +386,7 @@ class _Round:
 
         It does while these kernels, with its first turn, have computed for a turn at most since any of them waits.
         """
-        longest = self.rules.turn * max(factor for factor, _ in self.factors.values())
+        longest = self.rules.turn * max((factor for factor, _ in self.factors.values()), default=1)
         budget = (longest - self.rules.first_turn) * self._allotment(kernels[0].user).weight
         return all(
             sum(self.used[each.kernel] - other.used_before.get(each.kernel, 0.0) for each in kernels) <= budget
@@ -400,7 +400,8 @@ class _Round:
         each = queued.participant
         allowed, stays = [gpu for gpu in each.gpus if gpu in self.gpus], self.stays
         if each.residence is Residence.PRESENT:  # it starts where it is; its own memory does not keep it out
-            allowed, stays = list(each.on), [stay for stay in stays if stay.kernel != each.kernel]
+            stays = [stay for stay in stays if stay.kernel != each.kernel]
+            allowed = list(each.on) if all(gpu in self.gpus for gpu in each.on) else []
         crowd = {gpu: sum(gpu in stay.needs and self._computes(stay) for stay in stays) for gpu in allowed}
         found = None
         if each.residence is not Residence.PRESENT:
@@ -421,14 +422,16 @@ class _Round:
     ) -> _Planned | None:
         """Return the earliest start on some of the allowed GPUs; None if none is known.
 
-        A whole turn must be free of others that are planned before.  At this moment a part of it will do: rather that
-        than a GPU that nobody uses until one comes that needs several.
+        A whole turn must be free of others that are planned before.  At this moment a part of it will do: better than a
+        GPU that is idle until a kernel comes that needs several.
         """
         each, arrival = queued.participant, self._arrival(queued.participant)
         relevant = [stay for stay in stays if any(gpu in stay.needs for gpu in allowed)]
+        # One that still leaves can go nowhere before it has left.
+        first = max((stay.released(False) for stay in stays if stay.kernel == each.kernel), default=self.now)
         times = {stay.released(queued.cuts) for stay in relevant}
         whole = max((self._turn_seconds(each, [gpu]) for gpu in allowed), default=0.0)
-        for start in sorted({self.now, *(time for time in times if self.now < time < math.inf)}):
+        for start in sorted({first, *(time for time in times if first < time < math.inf)}):
             lasts = functools.partial(self._free_for, start=start, cuts=queued.cuts, stays=relevant)
             least = arrival + (min(self.rules.cut, whole) if start == self.now else whole)
             if gpus := _choose(each, allowed, crowd, lasts, least):
@@ -559,7 +562,7 @@ def _choose(
     """
     if each.residence is Residence.PRESENT:
         here = zip(each.on, each.needs, strict=True)
-        return each.on if all(lasts(gpu, need) >= least for gpu, need in here) else ()
+        return each.on if allowed and all(lasts(gpu, need) >= least for gpu, need in here) else ()
     found: dict[int, str] = {}
     for number in sorted(range(len(each.needs)), key=lambda number: (-each.needs[number], number)):
         was = each.was_on[number] if number < len(each.was_on) else ""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import simpy
+from experiment import Use
 
 from jupyter_gpu_ckpt.sharing.participant import Participant, Residence
 from jupyter_gpu_ckpt.sharing.policy import (
@@ -62,10 +63,14 @@ class _Cell:
 
 @dataclass
 class Totals:
-    """Seconds: of moves and of computing by GPU, of computing and of wanting to by user."""
+    """Seconds: of moves by GPU, of each use of GPUs, of computing and of wanting to by user.
+
+    ``crowded``: seconds of GPUs on which more than one kernel computed.
+    """
 
     swaps: Counter[str] = field(default_factory=Counter)
-    busy: Counter[str] = field(default_factory=Counter)
+    uses: Counter[Use] = field(default_factory=Counter)
+    crowded: float = 0.0
     computed: Counter[str] = field(default_factory=Counter)
     wanted: Counter[str] = field(default_factory=Counter)
     moves: int = 0
@@ -75,7 +80,7 @@ class SharedGpus:
     """The GPUs (bytes by UUID) of one node and the kernels that share them.
 
     ``seen``: the snapshot that the policy is given, from the true one; for other policies in comparisons.  ``watch``:
-    called after each round with the decisions that were carried out.
+    called after each round with the decisions that were carried out.  ``moved``: called when a kernel has moved.
     """
 
     def __init__(
@@ -87,12 +92,13 @@ class SharedGpus:
         allotments: Mapping[str, Allotment] | None = None,
         seen: Callable[[NodeSnapshot], NodeSnapshot] = lambda snapshot: snapshot,
         watch: Callable[[Decisions], None] = lambda decisions: None,
+        moved: Callable[[Participant], None] = lambda record: None,
     ) -> None:
         self.env = env
         self.gpus = dict(gpus)
         self.rules = rules or Rules()
         self.allotments = dict(allotments or {})
-        self.seen, self.watch = seen, watch
+        self.seen, self.watch, self.moved = seen, watch, moved
         self.records: dict[str, Participant] = {}
         self.cells: dict[str, _Cell] = {}
         self.totals = Totals()
@@ -138,6 +144,12 @@ class SharedGpus:
             self._advance()
             self._cell_ended(kernel)
             self.settle()
+
+    def leave(self, kernel: str) -> None:
+        """Suspend an idle kernel that is on a GPU, because its own server wants that."""
+        self._advance()
+        self._suspend(kernel)
+        self.settle()
 
     def occupy(self, gpu: str, bytes: int) -> None:
         """Let a program that does not take part occupy so much of a GPU from now on."""
@@ -233,9 +245,11 @@ class SharedGpus:
 
     def _arrived(self, kernel: str) -> None:
         self.records[kernel] = self.records[kernel].arrived(self.env.now)
+        self.moved(self.records[kernel])
 
     def _left(self, kernel: str) -> None:
         self.records[kernel] = self.records[kernel].left(self.env.now)
+        self.moved(self.records[kernel])
 
     # -- computing
 
@@ -249,15 +263,20 @@ class SharedGpus:
         seconds, self._last = self.env.now - self._last, self.env.now
         if seconds <= 0:
             return
-        used = set()
+        computing: Counter[str] = Counter()
         for kernel, cell in self.cells.items():
             self.totals.wanted[cell.ran.user] += seconds
             if cell.speed:
                 cell.left -= seconds * cell.speed
                 self.totals.computed[cell.ran.user] += seconds * cell.speed
-                used |= set(self.records[kernel].on)
-        for gpu in used:
-            self.totals.busy[gpu] += seconds
+                computing.update(self.records[kernel].on)
+        there: dict[str, Use] = {}
+        for record in self.records.values():
+            use = Use.IDLE if record.residence is Residence.PRESENT else Use.MOVING
+            there.update({gpu: use for gpu in record.on if there.get(gpu) is not Use.MOVING})
+        for gpu in self.gpus:
+            self.totals.uses[Use.COMPUTING if computing[gpu] else there.get(gpu, Use.EMPTY)] += seconds
+            self.totals.crowded += seconds * (computing[gpu] > 1)
 
     def _speeds(self) -> None:
         """Set when each cell ends at the speed that it has from now on."""

@@ -20,6 +20,9 @@ QUICK = [key for pack in SHARED for key in pack if key in sample(KINDS)]
 #: What a branch shows otherwise, as docs/branches.md says of all branches.
 DOCUMENTED = {
     "files.deleted_other_name": "the number of a file's names, one of which belongs to the image",
+    "children.sigchld_of_stops": "a SIGCHLD without an ended child, as after a wake",
+    "notebooks.history": "the number of the session in IPython's history",
+    "notebooks.connection": "the kernel's connection",
 }
 CASES = [
     pytest.param(QUICK, id="sample"),

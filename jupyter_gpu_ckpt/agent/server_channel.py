@@ -4,9 +4,9 @@ The kernel sends messages of its own on iopub, which the gate swallows: no URL, 
 checkpoint would have to save.  Replies come on the control channel, which ipykernel serves on a thread of its own, so
 that a cell can wait for them.
 
-``gpu_ckpt_request`` (iopub, to the gate)  {"verb": ..., "now": true, "id": ...} or {"verb": "suspend" | "checkpoint"},
-{"verb": "save", "name": ...}, {"verb": "back", "name": ..., "files": null | "then" | "now" | {path: "then" | "now"}},
-{"verb": "branch", "name": ..., "how": {...}}
+``gpu_ckpt_request`` (iopub, to the gate)  {"verb": ..., "now": true, "id": ...} or
+{"verb": "suspend" | "checkpoint" | "branch"}, {"verb": "save", "name": ...},
+{"verb": "back", "name": ..., "files": null | "then" | "now" | {path: "then" | "now"}}
     With ``now`` the server replies at once; without, the verb is run once this cell has ended.
 ``gpu_ckpt_answer_request`` (control)  {"id": ..., "answer": {...}} or {"id": ..., "error": {...}}
 ``gpu_ckpt_failed_request`` (control)  {"error": {"code": ..., "message": ..., "hint": ..., "left": ...}}

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..capsule.capsule import ANSWER, Capsule
 from ..errors import CapsuleError, CapsuleGone, GpuCkptError, KernelSilent, StateError
-from ..image.save_point import SavePoint, find, require_free_name, surplus
+from ..image.save_point import SavePoint, find, require_free_name
 from ..image.store import Image
 from ..trace import Trace
 from . import compatibility, dump, endings, failures, going_back, host_memory, plans, restore, resume
@@ -176,15 +176,8 @@ class Lifecycle:
                     restore.release_save_point(present)
                 raise
             restore.release_save_point(present)
-            self.thin_out()
+            going_back.thin_out(kernel)
             return present
-
-    def thin_out(self) -> None:
-        """Delete the kernel's automatic save points that are too many.  One in use is left for the next time."""
-        store, most = self.engine.store, self.kernel.settings.automatic_save_points
-        for image in surplus(store.images(), self.home.kernel_id, most):
-            with contextlib.suppress(GpuCkptError):
-                store.remove(image)
 
     def restore(self, gpu_map: Mapping[str, str] | None = None, *, accept_changed_files: bool | None = None) -> None:
         """Restore the image, on the GPUs named by ``gpu_map`` (old UUID: new UUID) or the same ones.

@@ -26,10 +26,12 @@ from ..doctor import checks, fixes
 from ..doctor.probes import EXTENSION, missing_native_parts
 from ..errors import GpuCkptError, StateError
 from ..image.store import Image, Store
+from ..kernel.agent_injection import PROVISIONER
 from ..kernel.orphans import Orphan, find_orphan
-from ..kernel.provisioner import PROVISIONER, GpuCkptProvisioner
+from ..kernel.provisioner import GpuCkptProvisioner
 from ..node.requirements import VARIABLE
 from . import drain, models
+from .branches import Branches
 from .cold import ColdTier
 from .events import Events, Log
 from .gpu_usage import GpuUsage
@@ -42,6 +44,7 @@ from .monitor import KernelMonitor
 from .persistence import KernelPersistence
 from .placement import Publisher
 from .readiness import CheckpointSessionManager, Readiness
+from .save_points import document_for_threads
 
 #: Seconds for which a starting server attaches kernels before it answers any request.
 _ATTACH_TIMEOUT = 15.0
@@ -112,6 +115,7 @@ class GpuCkptApp(ExtensionApp):
         self.monitor.listeners += [Log(self.serverapp.log), events, self._metrics, self.usage, self._publisher]
         self.idle = IdlePolicy(self.provisioners, announce=self._announce, parent=self)
         self.cold = ColdTier(self.store, provisioner.archive_url, provisioner.archive_after, self.serverapp.log)
+        self.branches = Branches(self.serverapp, self.store)
         self._diagnosis: tuple[float, dict[str, Any]] | None = None
         self._diagnosing = asyncio.Lock()
         manager, sessions, self._readiness = self.serverapp.kernel_manager, self.serverapp.session_manager, Readiness()
@@ -119,8 +123,14 @@ class GpuCkptApp(ExtensionApp):
             sessions.readiness = self._readiness
         if isinstance(manager, CheckpointKernelManagerMixin):
             manager.readiness = self._readiness
-            manager.on_kernel = self.monitor.add
+            manager.on_kernel = self._on_kernel
+            manager.start_branch = self.branches.start
             manager.idle_seconds = self.idle.idle_seconds
+
+    def _on_kernel(self, kernel_id: str, provisioner: GpuCkptProvisioner) -> None:
+        """Called from the kernel manager with each kernel that it has started or attached."""
+        provisioner.document = document_for_threads(self.serverapp, kernel_id)
+        self.monitor.add(kernel_id, provisioner)
 
     def initialize_handlers(self) -> None:
         """Called from jupyter_server, which puts its base URL before each."""

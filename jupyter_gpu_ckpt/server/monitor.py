@@ -24,8 +24,10 @@ from ..trace import StepEvent
 #: The verb under way in each transitional state.
 VERBS = {
     State.SUSPENDING: "suspend",
+    State.YIELDING: "suspend",
     State.RESUMING: "resume",
     State.DUMPING: "checkpoint",
+    State.SAVING: "save",
     State.RESTORING: "restore",
 }
 
@@ -50,6 +52,7 @@ _ERRORS = {
 _LEFT = {
     State.RUNNING: "the kernel runs on",
     State.SUSPENDED: "the kernel is suspended, its device memory is kept in host memory",
+    State.OFF_GPU: "the kernel runs on, its device memory is kept in host memory",
     State.CHECKPOINTED: "the image is kept",
     State.DEAD: "the kernel is gone",
 }
@@ -134,7 +137,7 @@ class Sizes:
         on_device = sum(self.device.values())
         if step in (Step.CUDA_SUSPEND, Step.CUDA_RESUME):
             return on_device
-        if step in (Step.DUMP, Step.PUBLISH):
+        if step in (Step.DUMP, Step.PUBLISH, Step.KEEP):
             return self.host + on_device
         return self.image if step is Step.CRIU_RESTORE else 0
 

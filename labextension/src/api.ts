@@ -5,7 +5,18 @@
  */
 
 export type State =
-  'starting' | 'running' | 'suspending' | 'suspended' | 'resuming' | 'dumping' | 'checkpointed' | 'restoring' | 'dead';
+  | 'starting'
+  | 'running'
+  | 'suspending'
+  | 'suspended'
+  | 'yielding'
+  | 'off_gpu'
+  | 'resuming'
+  | 'dumping'
+  | 'saving'
+  | 'checkpointed'
+  | 'restoring'
+  | 'dead';
 
 export type Verb = 'suspend' | 'resume' | 'checkpoint' | 'restore';
 

@@ -11,8 +11,12 @@ const PHASES: Record<State, Phase> = {
   running: 'running',
   suspending: 'suspending',
   suspended: 'suspended',
+  // It runs cells; only their calls of CUDA wait.
+  yielding: 'running',
+  off_gpu: 'running',
   resuming: 'waking',
   dumping: 'checkpointing',
+  saving: 'running',
   checkpointed: 'checkpointed',
   restoring: 'waking',
   dead: 'dead'

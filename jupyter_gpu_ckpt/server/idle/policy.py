@@ -261,7 +261,8 @@ class Policy:
         running = kernel.state is State.RUNNING
         if running and kernel.on_gpu and rule.suspend_after > 0 and not 0 < rule.checkpoint_after <= rule.suspend_after:
             yield Verb.SUSPEND, rule.suspend_after - idle
-        may_leave = kernel.on_gpu or self.settings.without_device_memory if running else kernel.state is State.SUSPENDED
+        away = kernel.state in (State.SUSPENDED, State.OFF_GPU)
+        may_leave = kernel.on_gpu or self.settings.without_device_memory if running else away
         if may_leave and rule.checkpoint_after > 0:
             yield Verb.CHECKPOINT, rule.checkpoint_after - idle
 
@@ -273,8 +274,9 @@ class Policy:
             return
         # Kernels that are being checkpointed will free theirs soon.
         staying = (kernel for kernel in seen if kernel.kernel_id not in self._under_way)
-        excess = sum(kernel.resident for kernel in staying if kernel.state is State.SUSPENDED) - limit
-        suspended = {kernel: self._known[kernel.kernel_id] for kernel in ready if kernel.state is State.SUSPENDED}
+        away = (State.SUSPENDED, State.OFF_GPU)
+        excess = sum(kernel.resident for kernel in staying if kernel.state in away) - limit
+        suspended = {kernel: self._known[kernel.kernel_id] for kernel in ready if kernel.state in away}
         for kernel, known in sorted(suspended.items(), key=lambda item: item[1].idle_since):
             if excess <= 0:
                 return

@@ -112,7 +112,7 @@ class TestTimes:
         server.kernel("b", on_gpu=True)
         assert server.verbs(10) == {"a": "suspend"}
 
-    @pytest.mark.parametrize("state", [s for s in State if s not in (State.RUNNING, State.SUSPENDED)])
+    @pytest.mark.parametrize("state", [s for s in State if s not in (State.RUNNING, State.SUSPENDED, State.OFF_GPU)])
     def test_a_kernel_in_any_other_state_is_nobodys_business(self, state):
         server = Server()
         server.kernel(state=state, on_gpu=True)
@@ -194,7 +194,7 @@ class TestMemory:
         for name, resident in (("a", 60), ("b", 30)):
             assert server.kernel(name, state=State.SUSPENDED, resident=resident) == {}
             server.now += 1
-        assert server.kernel("c", state=State.SUSPENDED, resident=20) == {"a": "checkpoint"}
+        assert server.kernel("c", state=State.OFF_GPU, resident=20) == {"a": "checkpoint"}
         assert server.verbs() == {}, "what is leaving counts no more"
 
     def test_protected_ones_stay_and_others_go_in_their_place(self):

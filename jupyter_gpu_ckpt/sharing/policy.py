@@ -261,10 +261,15 @@ class _Round:
         self.used = used(self.alive.values(), self.now)
         self.protectors = self._protectors()
         self.factors = {uuid: self._factor(uuid) for uuid in self.gpus}
-        self.stays = [self._stay(each) for each in self.alive.values() if each.residence is not Residence.AWAY]
+        self.stays: list[_Stay] = []
 
     def decisions(self) -> Decisions:
         waiting = [each for each in self.alive.values() if each.waiting_since is not None]
+        factors = {uuid: factor for uuid, (factor, _) in self.factors.items()}
+        there = [each for each in self.alive.values() if each.residence is not Residence.AWAY]
+        if not waiting and all(each.needs == each.resident for each in there):
+            return Decisions(factors=factors)
+        self.stays = [self._stay(each) for each in there]
         refusals = {each.kernel: refusal for each in waiting if (refusal := self._never_fits(each)) is not None}
         queue = self._queue([each for each in waiting if each.kernel not in refusals])
         planned = [self._plan(each) for each in queue]
@@ -274,7 +279,7 @@ class _Round:
             suspends=self._suspends(planned),
             waits=tuple(self._wait(planned[number], [planned[other] for other in waits]) for number in waits),
             refusals=tuple(refusals.values()),
-            factors={uuid: factor for uuid, (factor, _) in self.factors.items()},
+            factors=factors,
             next_at=self._next_at() if waits else None,
         )
 

@@ -163,8 +163,10 @@ class GpuSharing:
         if self._lifecycle.kernel.fast_path().touches() > self._ignored:
             self._touch(now)
             self._move = self._worker.submit(self._return)
-        elif self.participant.turns and not self._gate.working:
+        elif (self.participant.turns or self.participant.waiting_since is not None) and not self._gate.working:
             self._member.update(lambda p: p.cell_ended(now))
+        elif self.participant.waiting_since is not None:  # as a call that came when its memory was about to leave
+            self._member.update(lambda p: replace(p, waiting_since=None))
 
     def _return(self) -> None:
         try:
@@ -177,6 +179,9 @@ class GpuSharing:
             self._log.warning("Kernel %s has not come back to a GPU: %s", self._lifecycle.home.kernel_id, error)
             with contextlib.suppress(GpuCkptError):
                 self._gate.print_notice(f"The GPU cannot be had: {error.message} It is tried again.")
+        except Exception:
+            self._failed_at = time.monotonic()
+            self._log.exception("Kernel %s has not come back to a GPU", self._lifecycle.home.kernel_id)
 
     def must_leave(self, reason: LeaveReason) -> None:
         """Begin to move the kernel off the GPU."""
@@ -198,6 +203,9 @@ class GpuSharing:
         except GpuCkptError as error:
             self._refused_at = time.monotonic()
             self._log.info("Kernel %s keeps its GPU: %s", kernel_id, error)
+        except Exception:
+            self._refused_at = time.monotonic()
+            self._log.exception("Kernel %s has not left its GPU", kernel_id)
 
     # -- for the lifecycle
 
@@ -238,9 +246,11 @@ class GpuSharing:
             self._print(f"{_named(grant.gpus[0], present)} after {duration(time.monotonic() - began)}")
         return dict(zip(home, grant.gpus, strict=True))
 
-    def require_valid(self) -> None:
-        """Raise `GpuFull` if the admission is void: this process was stopped meanwhile."""
-        self._exchange.require_alive()
+    def renew(self) -> None:
+        """Wait anew for the GPUs that the kernel was admitted to, if this process was stopped since; as `admit`."""
+        while self.participant.residence is Residence.ARRIVING and not self._member.claim_is_valid():
+            on, needs = self.participant.on, self.participant.needs
+            self.admit(dict(zip(on, needs, strict=True)), self._lifecycle.engine.gpus.list(), elsewhere=False)
 
     def settle(self) -> None:
         """Note the end of a move to a GPU, whichever it was."""

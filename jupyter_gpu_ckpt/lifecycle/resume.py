@@ -81,7 +81,7 @@ def cuda_resume(attempt: Attempt) -> None:
     # An undo has no reservation yet, and without proof of free memory the driver could destroy the process.
     missing = attempt.unwinding and not _is_on_gpu(kernel)
     if kernel.admission is not None and not attempt.unwinding:
-        kernel.admission.require_valid()
+        kernel.admission.renew()
     with _reservation(attempt) if missing else contextlib.nullcontext():
         capsule, deadline = kernel.require_capsule(), kernel.deadline(attempt.traced.bytes)
         cuda_processes.resume_children(kernel, attempt.gpu_mapping, deadline)
@@ -175,6 +175,8 @@ def release(attempt: Attempt) -> None:
             # The point of no return: of all that ever restored this image, one kernel gets messages.
             capsule = kernel.require_capsule()
             attempt.lease.claim(capsule.host_pid, capsule.keep_fd)
+            if attempt.present is not None:  # and nobody wakes the state that it has gone back from
+                attempt.present.claim(capsule.host_pid, capsule.keep_fd)
         else:  # until a restored kernel's image is deleted it is what is left if the kernel dies
             supersede_images(kernel)
     if attempt.alone:

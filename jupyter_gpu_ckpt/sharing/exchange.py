@@ -7,10 +7,11 @@ second whether the directory has changed, and reads it then, and once a second.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
@@ -35,8 +36,12 @@ from .policy import (
 
 #: Seconds between two looks at the directory, and between two readings of it and of the GPUs.
 POLL_S, READ_S = 0.1, 1.0
+#: Seconds in which a server has to begin what is decided for its kernel; else that is passed over for so many.
+IDLE_S, PASSED_OVER_S = 4.0, 30.0
 #: Seconds to wait for the lock of a GPU; then the claim is tried again.
 _LOCK_S = 0.5
+#: Seconds without a heartbeat after which a server takes itself for silent: sooner than others do.
+_LATE_S = SILENT_S - 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +63,8 @@ class Member:
         self._exchange, self.kernel = exchange, kernel
         self._record = records.OwnRecord(exchange.directory)
         self._lock, self._removed = threading.Lock(), False
-        self._written = -READ_S
+        #: When the record was written last, and the end of the last silence: claims from before are void for others.
+        self._written, self._silent_until = time.monotonic(), -math.inf
         self._participant = Participant(self._record.name, str(os.geteuid()), (), (), 0.0)
 
     @property
@@ -75,8 +81,7 @@ class Member:
             self._participant = changed
             if self._removed:
                 return changed
-            self._record.write(changed)
-            self._written = time.monotonic()
+            self._write()
         self._exchange.poke()
         return changed
 
@@ -84,8 +89,24 @@ class Member:
         """Show that the server lives, if it is time for that.  Raises `OSError`."""
         with self._lock:
             if not self._removed and time.monotonic() - self._written >= HEARTBEAT_S / 2:
-                self._record.write(self._participant)
-                self._written = time.monotonic()
+                self._write()
+
+    def _write(self) -> None:
+        now = time.monotonic()
+        if now - self._written > _LATE_S:
+            self._silent_until = now
+        self._record.write(self._participant)
+        self._written = now
+
+    def claim_is_valid(self) -> bool:
+        """Return whether all others know of the last claim: this server has not been silent since, nor is it now.
+
+        A server that was stopped goes on where it was, and others may have been granted its memory meanwhile.
+        """
+        with self._lock:
+            claimed = self._participant.granted_at
+            late = time.monotonic() - self._written > _LATE_S
+            return claimed is not None and claimed > self._silent_until and not late
 
     def remove(self) -> None:
         """Delete the record."""
@@ -107,7 +128,9 @@ class Exchange:
         self._thread: threading.Thread | None = None
         self._decisions, self._decided_at = Decisions(), 0.0
         self._participants: tuple[Participant, ...] = ()
-        self._beat_at = time.monotonic()
+        #: Since when a decision stands and is carried out by nobody; until when a kernel is passed over for that.
+        self._standing: dict[tuple[str, str], float] = {}
+        self._passed_over: dict[tuple[str, str], float] = {}
         self._failing = False
 
     # -- members
@@ -117,7 +140,6 @@ class Exchange:
         with self._changed:
             self._members[member.participant.kernel] = member
             if self._thread is None:
-                self._beat_at = time.monotonic()
                 self._thread = threading.Thread(target=self._run, name="gpu-ckpt-sharing", daemon=True)
                 self._thread.start()
 
@@ -176,7 +198,7 @@ class Exchange:
                 snapshot = self._snapshot()
                 grants = policy.decide(snapshot).grants
                 again = next((each for each in grants if each.kernel == grant.kernel), None)
-                if again is None or not set(again.gpus) <= set(grant.gpus):
+                if again is None or again.move is not grant.move or not set(again.gpus) <= set(grant.gpus):
                     return None
                 if again.move and not self._has_memory(member.participant, again, snapshot):
                     return None
@@ -184,12 +206,6 @@ class Exchange:
                 return again
         except GpuFull:  # another restore has a lock
             return None
-
-    def require_alive(self) -> None:
-        """Raise `GpuFull` if this process was stopped for so long that its claims are void for others."""
-        if time.monotonic() - self._beat_at > SILENT_S:
-            message = "This server was stopped for so long that another kernel may have its GPU memory now."
-            raise GpuFull(message, left="nothing was changed", hint="Nothing is lost. Run a cell again.")
 
     def _has_memory(self, participant: Participant, grant: GrantTurn, snapshot: NodeSnapshot) -> bool:
         """Return whether the GPUs have the memory free, without that which others are about to fill."""
@@ -209,7 +225,8 @@ class Exchange:
         now = time.monotonic()
         own = {name: replace(each.participant, alive_at=now) for name, each in [*self._members.items()]}
         read = {each.kernel: each for each in records.read(self.directory)}
-        participants = tuple(sorted((read | own).values(), key=lambda each: each.kernel))
+        known = sorted((read | own).values(), key=lambda each: each.kernel)
+        participants = tuple(self._without_idlers(known, now))
         self._participants = participants
         if not any(each.waiting_since is not None for each in participants):
             return NodeSnapshot(now, (), participants, rules=self.rules)
@@ -218,6 +235,31 @@ class Exchange:
             for gpu in self._gpus.list()
         )
         return NodeSnapshot(now, gpus, participants, rules=self.rules)
+
+    def _without_idlers(self, participants: list[Participant], now: float) -> Iterator[Participant]:
+        """Yield the participants, but as no waiting ones those that do not take what they are granted.
+
+        A server may be in a fault of its own, or a user lie: nobody waits for them.  Likewise one that does not leave
+        when it has to cannot leave.
+        """
+        for each in participants:
+            if self._passed_over.get(("grant", each.kernel), -math.inf) > now:
+                each = replace(each, waiting_since=None)
+            if self._passed_over.get(("suspend", each.kernel), -math.inf) > now:
+                each = replace(each, can_leave=False, can_pause=False)
+            yield each
+
+    def _note_idlers(self, decisions: Decisions, now: float) -> None:
+        """Note how long each decision has been carried out by nobody."""
+        grants = [("grant", each.kernel) for each in decisions.grants]
+        suspends = [("suspend", each.kernel) for each in decisions.suspends]
+        moving = {each.kernel for each in self._participants if each.residence is Residence.LEAVING}
+        waits = {key: self._standing.get(key, now) for key in [*grants, *suspends] if key[1] not in moving}
+        self._standing = {key: since for key, since in waits.items() if now - since < IDLE_S}
+        for key in waits.keys() - self._standing.keys():
+            _log.warning("A kernel that shares GPUs does not do what it should: it is passed over for a while")
+            self._passed_over[key] = now + PASSED_OVER_S
+        self._passed_over = {key: until for key, until in self._passed_over.items() if until > now}
 
     # -- the thread
 
@@ -237,7 +279,6 @@ class Exchange:
                     with suppress(GpuCkptError):  # it ends, or its verb is under way
                         member.kernel.observe(now)
                     member.beat()
-                self._beat_at = now
                 before, stamp = stamp, self._stamp()
                 due = self._decisions.next_at is not None and now >= self._decisions.next_at
                 if poked or due or stamp != before or now - read_at >= READ_S:
@@ -257,6 +298,7 @@ class Exchange:
     def _decide(self) -> None:
         snapshot = self._snapshot()
         decisions = policy.decide(snapshot) if snapshot.gpus else Decisions()
+        self._note_idlers(decisions, snapshot.now)
         with self._changed:
             self._decisions, self._decided_at = decisions, snapshot.now
             self._changed.notify_all()

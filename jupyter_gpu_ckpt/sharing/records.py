@@ -109,7 +109,7 @@ def read(directory: Path) -> list[Participant]:
                     continue
                 with contextlib.suppress(OSError, ValueError, RecursionError):
                     status = entry.stat(follow_symlinks=False)
-                    if status.st_uid == os.geteuid() and _age(status) > _GARBAGE_S:
+                    if status.st_uid == os.geteuid() and _is_garbage(entry.name, status):
                         os.unlink(entry.name, dir_fd=parent)
                     elif _FILE.fullmatch(entry.name) and _is_alive(status):
                         counts[status.st_uid] += 1
@@ -134,6 +134,11 @@ def _age(status: os.stat_result) -> float:
     """Return the seconds since the last heartbeat; of one that is no time of this boot, infinity."""
     age = time.monotonic() - status.st_mtime_ns / 1e9
     return age if age >= -1.0 else math.inf
+
+
+def _is_garbage(name: str, status: os.stat_result) -> bool:
+    """Return whether a file of this user's is of a server that has ended.  A draft has no heartbeat yet."""
+    return (time.time() - status.st_ctime if name.startswith(".") else _age(status)) > _GARBAGE_S
 
 
 def _is_alive(status: os.stat_result) -> bool:

@@ -88,13 +88,18 @@ def test_a_record_that_a_cleaner_has_removed_comes_back_with_the_next_beat(share
     assert [found.kernel for found in records.read(shared)] == [record.name]
 
 
-def test_files_of_servers_that_have_ended_are_deleted_and_those_of_an_earlier_boot(shared):
+def test_files_of_servers_that_have_ended_are_deleted_and_those_of_an_earlier_boot(shared, monkeypatch):
     dead, draft, living = _name(1), f".{_name(2)}-00000000", OwnRecord(shared)
+    earlier = _name(3)
     living.write(_participant())
-    for name in (dead, draft):
+    for name in (dead, draft, earlier):
         (shared / name).write_text("{}")
     _beat(shared / dead, ago=records._GARBAGE_S + 1)
-    # The draft has the wall clock's time still, which is later than any time of this boot.
+    # The third has the wall clock's time, which is later than any time of this boot; so has a draft, at first.
+    records.read(shared)
+    assert {path.name for path in shared.iterdir()} == {living.name, draft}, "another server writes it just now"
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + records._GARBAGE_S + 1)
     records.read(shared)
     assert [path.name for path in shared.iterdir()] == [living.name]
 

@@ -39,6 +39,7 @@ from .agent_injection import NOTICE, PLAIN, rewrite
 from .agent_requests import AgentRequests
 from .directories import default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
+from .gpu_sharing import GpuSharing
 from .host import UNFIT, KernelHost, Launch
 from .orphans import Orphan, find_orphan, newest_images, not_attached_notice
 
@@ -216,6 +217,11 @@ class GpuCkptProvisioner(LocalProvisioner):
     def agent_requests(self) -> AgentRequests:
         """Answers to the kernel's agent, and until when the kernel is protected from policies."""
         return self._host.agent_requests
+
+    @property
+    def sharing(self) -> GpuSharing | None:
+        """The kernel's part in sharing GPUs with others; None if it has none."""
+        return self._host.sharing
 
     @property
     def gate(self) -> Gate | None:

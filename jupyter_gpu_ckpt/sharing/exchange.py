@@ -64,7 +64,7 @@ class Member:
         self._record = records.OwnRecord(exchange.directory)
         self._lock, self._removed = threading.Lock(), False
         #: When the record was written last, and the end of the last silence: claims from before are void for others.
-        self._written, self._silent_until = time.monotonic(), -math.inf
+        self._written, self._silent_until = -math.inf, -math.inf
         self._participant = Participant(self._record.name, str(os.geteuid()), (), (), 0.0)
 
     @property

@@ -64,6 +64,15 @@ def _checkpoint_parser() -> Parser:
     parser.add_argument("--list", action="store_true", help="your images on this host")
     parser.add_argument("--keep", nargs="+", metavar="VARS", help="save these device tensors, release all others")
     parser.add_argument("--drop", nargs="+", metavar="VARS", help="release these variables instead of saving them")
+    parser.add_argument(
+        "--branch",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="start another kernel from save point NAME, or from this cell",
+    )
+    parser.add_argument("--accept-differences", action="store_true", help="a branch may lack what cannot exist twice")
+    parser.add_argument("--reseed", action="store_true", help="a branch gets new seeds for random numbers")
     parser.add_argument("--protect", metavar="TIME", help="keep idle policies off for 30m, 2h, 1h30m, 1d; off ends it")
     parser.add_argument("--help", action="store_true", help="this text")
     return parser
@@ -117,8 +126,12 @@ class GpuMagics:
         if options.help:
             print(PARSERS["gpu_checkpoint"].format_help().strip())
             return
+        if (options.accept_differences or options.reseed) and options.branch is None:
+            raise UsageError("--accept-differences and --reseed are for --branch.")
         with limits_explained():
-            if options.status:
+            if options.branch is not None:
+                self._branch(options.branch, accepts_differences=options.accept_differences, reseed=options.reseed)
+            elif options.status:
                 self._print_status()
             elif options.list:
                 self._list()
@@ -174,6 +187,11 @@ class GpuMagics:
         else:
             cost = f"about {human(status['image_bytes'])}, {seconds['saved']:.1f} s"
             print(f"Checkpoint after this cell: {cost}. Run a cell to bring it back (about {seconds['back']:.1f} s).")
+
+    def _branch(self, name: str, **how: bool) -> None:
+        self._server.schedule("branch", name=name, how=how)
+        point = f"save point {name!r}" if name else "this kernel, which is saved"
+        print(f"After this cell another kernel starts from {point}. The next cell says which.")
 
     def _chosen(self, keep: list[str] | None, drop: list[str] | None) -> list[str]:
         """Return the variables to release.  Raises `UsageError` for a name that is no variable with device memory."""

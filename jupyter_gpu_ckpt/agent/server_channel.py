@@ -4,7 +4,8 @@ The kernel sends messages of its own on iopub, which the gate swallows: no URL, 
 checkpoint would have to save.  Replies come on the control channel, which ipykernel serves on a thread of its own, so
 that a cell can wait for them.
 
-``gpu_ckpt_request`` (iopub, to the gate)  {"verb": ..., "now": true, "id": ...} or {"verb": "suspend" | "checkpoint"}
+``gpu_ckpt_request`` (iopub, to the gate)  {"verb": ..., "now": true, "id": ...} or
+{"verb": "suspend" | "checkpoint" | "branch"}
     With ``now`` the server replies at once; without, the verb is run once this cell has ended.
 ``gpu_ckpt_answer_request`` (control)  {"id": ..., "answer": {...}} or {"id": ..., "error": {...}}
 ``gpu_ckpt_failed_request`` (control)  {"error": {"code": ..., "message": ..., "hint": ..., "left": ...}}
@@ -112,7 +113,7 @@ class ServerChannel:
             self._kernel.control_handlers.pop(msg_type, None)
 
     def schedule(self, verb: str, **content: Any) -> None:
-        """Have ``verb`` (``suspend``, ``checkpoint``) run when the current cell has ended; see `failure`."""
+        """Have ``verb`` (``suspend``, ``checkpoint``, ``branch``) run after the current cell; see `failure`."""
         self.failure = None
         self._send({"verb": verb, **content})
 

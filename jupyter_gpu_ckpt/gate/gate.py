@@ -84,7 +84,8 @@ class Gate:
     ----------
     front, back:
         Connection infos as in a connection file (with ``curve_publickey`` and ``curve_secretkey`` where CURVE is
-        wanted).  Clients connect to ``front``; the kernel is at ``back``.  Both have the same ``key``.
+        wanted).  Clients connect to ``front``; the kernel is at ``back``.  Both have the same ``key``, but for a branch
+        until it has its own (`expect_key`).
     on_wake:
         Called with a message type, once a sleep, when a message arrives or lies waiting that wakes the kernel.
     on_agent_request:
@@ -159,6 +160,8 @@ class Gate:
     print_notice = _verb(Router.print_notice)
     kernel_died = _verb_if_running(Router.kernel_died)
     rebind_kernel = _verb(Router.rebind_kernel)
+    expect_key = _verb(Router.expect_key)
+    follow_session = _verb(Router.follow_session)
 
     def when_idle(self) -> Future[None]:
         """Return a future that is settled once no cell runs or waits in the kernel; see `Router.when_idle`.

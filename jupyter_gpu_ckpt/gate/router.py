@@ -119,9 +119,9 @@ class Router:
         self.notices: list[str] = []
         self._on_wake, self._on_agent_request, self._log = on_wake, on_agent_request, log
         self._verifier = wire.session(front, history=True)
-        self._signer = wire.session(front, history=False)
+        self._signer = wire.session(back, history=False)
         self._internal = InternalRequests(self._signer)
-        self.replies = Replies(self._signer, kernel_id, self._to_clients)
+        self.replies = Replies(wire.session(front, history=False), kernel_id, self._to_clients)
         self._drain = Drain(self.pending, self._send_internal, self._dropped)
         self._waiting_for_idle: list[Future[None]] = []
         self._wake_requested = False  # on_wake was called for this sleep
@@ -429,6 +429,14 @@ class Router:
         self.replies.forget()
         self._dead = self._wake_requested = False
         self.state = GateState.CLOSED
+
+    def expect_key(self, key: str) -> None:
+        """Sign the gate's own requests with ``key``, and expect it of the kernel: that of a branch changes."""
+        self._signer.key = key.encode("ascii")
+
+    def follow_session(self, session: str) -> None:
+        """Answer with the kernel's new session id: it has become another kernel."""
+        self.replies.follow(session)
 
     def _disconnect(self, reason: str) -> None:
         """Close the kernel's side, and fail what waits for an answer of the kernel."""

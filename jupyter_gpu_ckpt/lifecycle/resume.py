@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from contextlib import AbstractContextManager
+from typing import Any
 
 from ..capsule.capsule import Capsule
 from ..cuda.cuda import CudaState
@@ -102,6 +103,8 @@ def connect(attempt: Attempt) -> None:
     kernel = attempt.kernel
     if kernel.saved.cuda and not kernel.serves_off_gpu:
         return
+    if _is_branch(attempt):
+        kernel.gate.expect_key(kernel.home.kernel_key)
     # Nothing comes after an undo that could try again, so a kernel that lives gets all the time there is.
     patience = kernel.settings.base if attempt.unwinding else 0.0
     open_gate(kernel, kernel.settings.connect + patience)
@@ -122,15 +125,46 @@ def thaw(attempt: Attempt) -> None:
     kernel, notice = attempt.kernel, ""
     if kernel.disconnected:
         connect(attempt)
+    if _is_branch(attempt):
+        notice = _become_another_kernel(attempt)
     if attempt.changed_settings:
-        notice = f"This kernel came back without what it was set to: {'; '.join(attempt.changed_settings)}"
+        notice += f"This kernel came back without what it was set to: {'; '.join(attempt.changed_settings)}"
     if not kernel.home.has_agent:
         if notice:
             kernel.gate.notify(notice)
             _write_session(kernel)
     else:
         environ = {name: os.environ[name] for name in kernel.settings.refresh if name in os.environ}
-        request_agent(kernel, "thaw", {"environ": environ, "notice": notice})
+        # Then another one has begun, or goes on with, this session of IPython's history.
+        again = _is_branch(attempt) or (kernel.image is not None and kernel.image.is_save_point)
+        request_agent(kernel, "thaw", {"environ": environ, "notice": notice, "again": again})
+
+
+def _is_branch(attempt: Attempt) -> bool:
+    """Return whether the kernel is restored from an image that was made of another kernel's."""
+    image = attempt.kernel.image
+    return attempt.lease is not None and image is not None and bool(image.manifest.branched_from)
+
+
+def _become_another_kernel(attempt: Attempt) -> str:
+    """Have the agent make unique what the kernel has in common with the one it comes from; return a notice.
+
+    From the reply on the kernel signs with the key that its own clients have.
+    """
+    kernel, home = attempt.kernel, attempt.kernel.home
+    assert kernel.image is not None
+    origin = kernel.image.manifest.branched_from
+    content: dict[str, Any] = {"key": home.key, "reseed": bool(origin.get("reseed")), "notebook": home.notebook}
+    if origin.get("is_template"):
+        content |= {"environ": dict(home.environment), "directory": home.directory}
+    reply = request_agent(kernel, "identity", content)["report"]
+    kernel.gate.expect_key(home.key)
+    kernel.gate.follow_session(str(reply["session"]))
+    changes = [f"{each.what} ({each.becomes})" for each in attempt.separated]
+    changes += [f"{what} (not changed)" for what in reply.get("probe_errors", ())]
+    if not changes:
+        return ""
+    return f"This kernel is a branch of another one, which goes on with: {'; '.join(changes)}.\n"
 
 
 def release(attempt: Attempt) -> None:
@@ -157,7 +191,7 @@ def supersede_images(kernel: KernelState) -> None:
         kernel.supersedes_images = False
         with contextlib.suppress(KeyUnusable):
             kernel.engine.store.generations.record_restored(kernel.home.kernel_id)
-        kernel.engine.store.remove_outdated_links(kernel.home.kernel_id)
+        kernel.engine.store.supersede(kernel.home.kernel_id)
 
 
 def repair(kernel: KernelState, capsule: Capsule) -> State:

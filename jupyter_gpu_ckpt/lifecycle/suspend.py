@@ -199,7 +199,8 @@ def quiesce(attempt: Attempt) -> None:
     if not kernel.home.has_agent:
         return
     # Off the GPU, what frees device memory would wait for it.
-    report = request_agent(kernel, "quiesce", {"trim": not kernel.saved.cuda, "files": True}).get("report", {})
+    content = {"trim": not kernel.saved.cuda, "files": True, "summary": attempt.save_point is not None}
+    report = request_agent(kernel, "quiesce", content).get("report", {})
     attempt.traced.bytes = report.get("trimmed_bytes")
     try:
         pid, engine = kernel.require_capsule().host_pid, kernel.engine

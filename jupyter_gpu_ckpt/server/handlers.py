@@ -22,8 +22,10 @@ from tornado import web
 from ..errors import BadRequest, GpuCkptError, StateError
 from ..image.store import Image, Store
 from ..kernel.provisioner import GpuCkptProvisioner
+from ..lifecycle.plans import State
 from ..lifecycle.preflight import require
 from . import models
+from .branches import Branches
 from .gpu_usage import GpuUsage
 from .idle.loop import IdlePolicy
 from .jobs import Job, Jobs
@@ -32,6 +34,12 @@ from .monitor import KernelMonitor
 OPENAPI = Path(__file__).with_name("openapi.yaml")
 METHODS = {"delete", "get", "post"}
 _PARAMETERS = {"restore": {"gpu_map", "accept_changed_files"}, "suspend": {"when"}, "checkpoint": {"when"}}
+#: Fields of a request for a branch, and those of `BranchPoint`.
+_BRANCH_FLAGS = {
+    "reseed": "reseed",
+    "accept_differences": "accepts_differences",
+    "accept_changed_files": "accept_changed_files",
+}
 
 #: The method that a request of each verb runs.
 VERBS: Mapping[str, Callable[..., Awaitable[Any]]] = {
@@ -47,6 +55,7 @@ class Extension(Protocol):
 
     store: Store
     jobs: Jobs
+    branches: Branches
     monitor: KernelMonitor
     usage: GpuUsage
     idle: IdlePolicy
@@ -163,21 +172,26 @@ class StatusHandler(Handler):
 
 
 class KernelsHandler(Handler):
-    """``kernels``: all kernels of this server."""
+    """``kernels``: all kernels of this server, with their host memory now."""
 
     async def get(self) -> None:
         self.app.refresh_monitor()
-        self.reply([self.document(kernel_id) for kernel_id in self.kernel_manager.list_kernel_ids()])
+        ids = self.kernel_manager.list_kernel_ids()
+        provisioners = [self.app.provisioner(kernel_id) for kernel_id in ids]
+        measured = await asyncio.to_thread(lambda: [models.in_memory(each) for each in provisioners])
+        there = self.kernel_manager.list_kernel_ids()  # another request may have ended one meanwhile
+        self.reply([{**self.document(id), **memory} for id, memory in zip(ids, measured, strict=True) if id in there])
 
 
 class KernelHandler(Handler):
-    """``kernels/<id>``: one kernel, with its device memory now."""
+    """``kernels/<id>``: one kernel, with its memory now."""
 
     async def get(self, kernel_id: str) -> None:
         self.app.refresh_monitor()
         provisioner = self.kernel(kernel_id)
         on_device = await asyncio.to_thread(models.on_device, provisioner)
-        self.reply({**self.document(kernel_id), "device_bytes": on_device})
+        in_memory = await asyncio.to_thread(models.in_memory, provisioner)
+        self.reply({**self.document(kernel_id), **in_memory, "device_bytes": on_device})
 
 
 class PreflightHandler(Handler):
@@ -212,6 +226,31 @@ class VerbHandler(Handler):
         return body
 
 
+class BranchHandler(Handler):
+    """``kernels/<id>/branch``: what a branch would have otherwise; begin one, 202 with the job."""
+
+    async def get(self, kernel_id: str) -> None:
+        name = self.get_query_argument("save_point", "")
+        self.reply((await self.checkpointable(kernel_id).branch_plan(name)).as_dict())
+
+    async def post(self, kernel_id: str) -> None:
+        """Begin a branch; the job's result has the id of the new kernel, and the path of its notebook."""
+        provisioner, body = self.checkpointable(kernel_id), self.body({"save_point", *_BRANCH_FLAGS})
+        name = body.get("save_point", "")
+        if not isinstance(name, str):
+            raise BadRequest("save_point is the name of a save point.")
+        if not all(isinstance(body.get(flag, False), bool) for flag in _BRANCH_FLAGS):
+            raise BadRequest(f"{', '.join(_BRANCH_FLAGS)} are true or false.")
+        flags = {_BRANCH_FLAGS[flag]: body[flag] for flag in _BRANCH_FLAGS if flag in body}
+
+        async def branch() -> dict[str, Any]:
+            started = await provisioner.branch(name, **flags)
+            made = self.app.branches.started.get(started)
+            return {"kernel_id": started, "notebook": made.notebook if made else ""}
+
+        self.reply_started(self.app.jobs.start(kernel_id, "branch", body, branch))
+
+
 class DrainHandler(Handler):
     """``drain``"""
 
@@ -235,6 +274,17 @@ class ProtectHandler(Handler):
         if "seconds" not in body:
             raise BadRequest("The body must have a field, seconds.")
         self.reply(await asyncio.to_thread(provisioner.agent_requests.protect, body["seconds"]))
+
+
+class KeepHandler(Handler):
+    """``kernels/<id>/keep``: begin the kernel's idleness anew, as a cell would."""
+
+    async def post(self, kernel_id: str) -> None:
+        provisioner = self.checkpointable(kernel_id)
+        self.body(set())
+        if provisioner.state not in (State.RUNNING, State.SUSPENDED):
+            raise StateError(f"The kernel is {provisioner.state.value} already.", hint="The next cell wakes it.")
+        self.reply({"policy": self.app.idle.keep(kernel_id)})
 
 
 class JobHandler(Handler):
@@ -308,6 +358,8 @@ HANDLERS: list[tuple[str, type[Handler]]] = [
     (r"gpu-ckpt/kernels/([^/]+)/preflight", PreflightHandler),
     (rf"gpu-ckpt/kernels/([^/]+)/({'|'.join(VERBS)})", VerbHandler),
     (r"gpu-ckpt/kernels/([^/]+)/protect", ProtectHandler),
+    (r"gpu-ckpt/kernels/([^/]+)/keep", KeepHandler),
+    (r"gpu-ckpt/kernels/([^/]+)/branch", BranchHandler),
     (r"gpu-ckpt/drain", DrainHandler),
     (r"gpu-ckpt/gpus", GpusHandler),
     (r"gpu-ckpt/jobs/([^/]+)", JobHandler),

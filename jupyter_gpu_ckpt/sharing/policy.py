@@ -261,10 +261,15 @@ class _Round:
         self.used = used(self.alive.values(), self.now)
         self.protectors = self._protectors()
         self.factors = {uuid: self._factor(uuid) for uuid in self.gpus}
-        self.stays = [self._stay(each) for each in self.alive.values() if each.residence is not Residence.AWAY]
+        self.stays: list[_Stay] = []
 
     def decisions(self) -> Decisions:
         waiting = [each for each in self.alive.values() if each.waiting_since is not None]
+        factors = {uuid: factor for uuid, (factor, _) in self.factors.items()}
+        there = [each for each in self.alive.values() if each.residence is not Residence.AWAY]
+        if not waiting and all(each.needs == each.resident for each in there):
+            return Decisions(factors=factors)
+        self.stays = [self._stay(each) for each in there]
         refusals = {each.kernel: refusal for each in waiting if (refusal := self._never_fits(each)) is not None}
         queue = self._queue([each for each in waiting if each.kernel not in refusals])
         planned = [self._plan(each) for each in queue]
@@ -274,7 +279,7 @@ class _Round:
             suspends=self._suspends(planned),
             waits=tuple(self._wait(planned[number], [planned[other] for other in waits]) for number in waits),
             refusals=tuple(refusals.values()),
-            factors={uuid: factor for uuid, (factor, _) in self.factors.items()},
+            factors=factors,
             next_at=self._next_at() if waits else None,
         )
 
@@ -386,7 +391,7 @@ class _Round:
 
         It does while these kernels, with its first turn, have computed for a turn at most since any of them waits.
         """
-        longest = self.rules.turn * max(factor for factor, _ in self.factors.values())
+        longest = self.rules.turn * max((factor for factor, _ in self.factors.values()), default=1)
         budget = (longest - self.rules.first_turn) * self._allotment(kernels[0].user).weight
         return all(
             sum(self.used[each.kernel] - other.used_before.get(each.kernel, 0.0) for each in kernels) <= budget
@@ -400,7 +405,8 @@ class _Round:
         each = queued.participant
         allowed, stays = [gpu for gpu in each.gpus if gpu in self.gpus], self.stays
         if each.residence is Residence.PRESENT:  # it starts where it is; its own memory does not keep it out
-            allowed, stays = list(each.on), [stay for stay in stays if stay.kernel != each.kernel]
+            stays = [stay for stay in stays if stay.kernel != each.kernel]
+            allowed = list(each.on) if all(gpu in self.gpus for gpu in each.on) else []
         crowd = {gpu: sum(gpu in stay.needs and self._computes(stay) for stay in stays) for gpu in allowed}
         found = None
         if each.residence is not Residence.PRESENT:
@@ -561,7 +567,7 @@ def _choose(
     """
     if each.residence is Residence.PRESENT:
         here = zip(each.on, each.needs, strict=True)
-        return each.on if all(lasts(gpu, need) >= least for gpu, need in here) else ()
+        return each.on if allowed and all(lasts(gpu, need) >= least for gpu, need in here) else ()
     found: dict[int, str] = {}
     for number in sorted(range(len(each.needs)), key=lambda number: (-each.needs[number], number)):
         was = each.was_on[number] if number < len(each.was_on) else ""

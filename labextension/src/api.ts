@@ -13,6 +13,7 @@ export type State =
   | 'off_gpu'
   | 'resuming'
   | 'dumping'
+  | 'saving'
   | 'checkpointed'
   | 'restoring'
   | 'dead';

@@ -16,6 +16,7 @@ const PHASES: Record<State, Phase> = {
   off_gpu: 'running',
   resuming: 'waking',
   dumping: 'checkpointing',
+  saving: 'running',
   checkpointed: 'checkpointed',
   restoring: 'waking',
   dead: 'dead'

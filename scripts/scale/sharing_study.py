@@ -31,7 +31,7 @@ from jupyter_gpu_ckpt.sharing.policy import NodeSnapshot, Rules
 #: A cell is short that takes no longer alone.
 SHORT = 30.0
 #: Simulated hours of one GPU.
-HOURS = 300.0
+HOURS = 100.0
 DISCIPLINES: dict[str, Callable[[NodeSnapshot], NodeSnapshot]] = {
     "each cell to its end": to_completion,
     "round robin, 60 s": round_robin,
@@ -122,10 +122,10 @@ def jain(shares: Sequence[float]) -> float:
     return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares)) if any(shares) else 1.0
 
 
-#: Four and eight notebooks that do not fit together, in sizes from the median of `Habits` up; then with drawn sizes.
+#: Four and eight notebooks that do not fit together; two users, of whom one has three of them; drawn sizes.
 PLANS: tuple[OneGpu, ...] = (
-    *(OneGpu(number, gib, name) for number, gib, name in itertools.product((4, 8), (16,), DISCIPLINES)),
-    *(OneGpu(number, gib) for number, gib in itertools.product((4, 8), (48, 96))),
+    *(OneGpu(number, 16, name) for number, name in itertools.product((4, 8), DISCIPLINES)),
+    *(OneGpu(number, 48) for number in (4, 8)),
     OneGpu(4, 16, users=2),
     *(OneGpu(number, 0) for number in (4, 8, 16)),
 )

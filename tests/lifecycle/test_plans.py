@@ -46,6 +46,8 @@ def at(state: State) -> MachineState:
         (State.RUNNING, Move.SUSPEND, State.SUSPENDED),
         (State.RUNNING, Move.YIELD, State.OFF_GPU),
         (State.RUNNING, Move.CHECKPOINT, State.CHECKPOINTED),
+        (State.RUNNING, Move.SAVE, State.RUNNING),
+        (State.SUSPENDED, Move.SAVE, State.SUSPENDED),
         (State.SUSPENDED, Move.CHECKPOINT, State.CHECKPOINTED),
         (State.SUSPENDED, Move.RESUME, State.RUNNING),
         (State.SUSPENDED, Move.WAKE, State.RUNNING),

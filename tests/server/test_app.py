@@ -13,7 +13,7 @@ from jupyter_server.services.sessions.sessionmanager import SessionManager
 from live import until
 from traitlets.config import Config
 
-from jupyter_gpu_ckpt.kernel.provisioner import PROVISIONER
+from jupyter_gpu_ckpt.kernel.agent_injection import PROVISIONER
 from jupyter_gpu_ckpt.server.app import defaults
 from jupyter_gpu_ckpt.server.kernel_manager import CheckpointKernelManager
 from jupyter_gpu_ckpt.server.readiness import CheckpointSessionManager

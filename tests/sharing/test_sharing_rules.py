@@ -184,6 +184,22 @@ def test_a_silent_holder_has_no_turn_and_its_memory_is_what_nvml_shows():
     assert others("A", 100, 20, [replace(holder, alive_at=NOW)], NOW) == 0
 
 
+def test_a_kernel_on_a_gpu_that_is_gone_waits():
+    gone = replace(idle("a", 0.0), waiting_since=NOW - 1)
+    assert decided(gone, gpus=(SharedGpu("B", 100),)).refusals == (NeverFits("a", 30, 0),)
+    moved = replace(gone, gpus=("A", "B"))
+    assert decided(moved, gpus=(SharedGpu("B", 100),)).waits[0].seconds is None
+
+
+def test_a_kernel_that_leaves_cannot_come_before_it_has_left():
+    """Also not to a GPU that is free."""
+    two = (SharedGpu("A", 100), SharedGpu("B", 100))
+    leaves = replace(waiting("w", gpus=("A", "B"), turns=1), residence=Residence.LEAVING, on=GPU, resident=(80,))
+    leaves = replace(leaves, moving_since=NOW - 1, leave_seconds=3.0)
+    decisions = decided(leaves, gpus=two)
+    assert not decisions.grants and decisions.waits[0].seconds == pytest.approx(2.0 + 1.0)
+
+
 def test_a_kernel_that_grows_gets_the_memory_of_idle_ones():
     grown = computing("a", NOW, 40).grew((80,))
     assert leavers(decided(grown, idle("b", 0.0, 30))) == ["b"]

@@ -44,7 +44,24 @@ _FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _PROMPT = re.compile(r"^(?:\w*[$#]) (.+)$")
 _TOP_LEVEL_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 #: Programs that tests cannot have, so nobody can say here which options they know.
-ELSEWHERE = {"docker", "kubectl", "helm", "npm", "scp", "apt-get", "systemctl", "journalctl", "scontrol", "scancel"}
+ELSEWHERE = {
+    "apparmor_parser",
+    "docker",
+    "podman",
+    "kubectl",
+    "helm",
+    "npm",
+    "scp",
+    "apt-get",
+    "systemctl",
+    "journalctl",
+    "scontrol",
+    "scancel",
+}
+#: Pages with a whole program, and the test that runs it.
+PROGRAMS = {"docs/tutorials/programs.md": "tests/kernel/test_program_example.py"}
+#: Programs that pages hand out.
+HANDED_OUT = {path.name for path in (ROOT / "docs").rglob("*") if path.is_file() and not path.suffix}
 #: Classes that pages configure, by module.
 CONFIGURED = {
     "Authenticator": "jupyterhub.auth",
@@ -248,12 +265,17 @@ def _require_command(text: str) -> None:
     lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     command: list[str] = []
+    into_file = False
     for word in [*lexer, ";"]:
-        if set(word) <= set("();<>|&"):
+        if set(word) <= set("<>&") and set(word) & set("<>"):
+            into_file = True
+        elif set(word) <= set("();|&"):
             _require_program(command)
             command = []
-        else:
+        elif not into_file:
             command.append(word)
+        else:
+            into_file = False
 
 
 def _require_program(words: list[str]) -> None:
@@ -272,7 +294,7 @@ def _require_program(words: list[str]) -> None:
         _require_command(words[1].removeprefix("$(").removesuffix(")"))
     elif words[0].startswith("scripts/"):
         assert (ROOT / words[0]).exists()
-    elif name not in ELSEWHERE and not Path(words[0]).is_absolute():
+    elif name not in ELSEWHERE | HANDED_OUT and not Path(words[0]).is_absolute():
         assert shutil.which(name, path=f"{BIN}:/usr/sbin:/usr/bin:/sbin:/bin") or _is_builtin(name), f"no {name}"
 
 
@@ -317,7 +339,8 @@ def test_commands_that_sentences_name_exist():
 EXAMPLES = [
     page
     for page in PAGES
-    if any(
+    if str(page.relative_to(ROOT)) not in PROGRAMS
+    and any(
         block.page == page
         and (
             (block.language == "python" and not _configures(block.text))
@@ -357,5 +380,19 @@ async def test_examples_run_and_a_kernel_that_slept_continues(page, kernel):
             await kernel.provisioner.checkpoint()
 
 
+def test_programs_of_pages_are_run_by_their_own_tests():
+    for page, test in PROGRAMS.items():
+        assert (ROOT / page).exists() and (ROOT / page).name in (ROOT / test).read_text()
+
+
 def test_pages_for_users_have_examples():
     assert {page.stem for page in EXAMPLES} >= {"README", "first-sleep", "magics"}
+
+
+def test_labels_that_pages_for_users_name_are_those_of_the_front_end():
+    """Menus, buttons and headings in italics; those of JupyterLab itself are paths."""
+    source = "".join(path.read_text() for path in (ROOT / "labextension" / "src").glob("*.ts*")).replace("\\'", "'")
+    pages = [ROOT / "docs" / name for name in ("frontend.md", "kernels.md", "tutorials/first-sleep.md")]
+    named = {label for page in pages for label in re.findall(r"(?<!\*)\*([A-Z][^*→>|\n]+)\*(?!\*)", page.read_text())}
+    assert len(named) > 8
+    assert {label for label in named if f"'{label}'" not in source and f'"{label}"' not in source} == set()

@@ -21,7 +21,10 @@ _WITH_NBYTES = frozenset({"numpy", "cupy", "torch", "jax", "jaxlib"})
 
 
 def summary(shell: Any) -> dict[str, Any]:
-    """Return the number of the last cell, and name, type and bytes of the variables, the largest first."""
+    """Return the number of the last cell, and name, type and bytes of the variables, the largest first.
+
+    ``shared``: files that all kernels write to, whatever process of this one has them open: none of them goes back.
+    """
     hidden = getattr(shell, "user_ns_hidden", {})
     found: list[dict[str, Any]] = [
         {"name": name[:_LONGEST], "type": type(value).__name__[:_LONGEST], "bytes": _bytes(value)}
@@ -30,7 +33,9 @@ def summary(shell: Any) -> dict[str, Any]:
     ]
     found.sort(key=lambda each: (-each["bytes"], each["name"]))
     # The number of the next one; a cell that is being run would have it already.
-    return {"cell": max(0, int(shell.execution_count) - 1), "variables": found[:MOST]}
+    cell = max(0, int(shell.execution_count) - 1)
+    history = str(getattr(getattr(shell, "history_manager", None), "hist_file", ""))
+    return {"cell": cell, "variables": found[:MOST], "shared": [history] if history.startswith("/") else []}
 
 
 _NO_DATA = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)

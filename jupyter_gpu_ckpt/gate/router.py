@@ -38,7 +38,7 @@ _PROBE_EVERY = 0.05  # seconds between the probes of a fresh connection
 _UNREAD, _LONGEST_UNREAD = 0.5, 30.0
 
 # Requested by a cell, these are done between that cell and the next request of its client.
-_QUEUEING_VERBS = frozenset({"suspend", "checkpoint"})
+_QUEUEING_VERBS = frozenset({"suspend", "checkpoint", "save", "back"})
 
 # So many pending requests stop the reading of new ones: ZMQ then blocks the sender, as the kernel itself would have.
 _MAX_PENDING = 10_000

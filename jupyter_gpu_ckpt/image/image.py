@@ -104,6 +104,10 @@ class Image:
         """
         return leases.acquire(self.path, timeout=timeout)
 
+    def claim(self, pid: int, keep_fd: leases.KeepFd) -> None:
+        """Record that the image's kernel lives as process ``pid``, restored from another.  Raises `OSError`."""
+        leases.publish_claim(self.path, pid, keep_fd)
+
     def withdraw_claim(self) -> None:
         """Remove the claim: the process that was saved has ended, and the image can be restored.  Raises `OSError`."""
         leases.withdraw_claim(self.path)

@@ -18,7 +18,7 @@ from .store import Store
 
 #: Characters of a name at most.
 LONGEST = 80
-_NAME = re.compile(r"[^\x00-\x1f\x7f/\\]+")
+_NAME = re.compile(r"[^\s.\x00-\x1f\x7f-\x9f/\\]([^\x00-\x1f\x7f-\x9f/\\]*[^\s\x00-\x1f\x7f-\x9f/\\])?")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,20 @@ def of_image(image: Image) -> SavePoint | None:
     )
 
 
+def described(image: Image) -> dict[str, Any]:
+    """Return a save point as JSON objects, with what it costs: bytes, and bytes of device memory among them."""
+    manifest, point = image.manifest, of_image(image)
+    assert point is not None
+    return {
+        **point.as_dict(),
+        "image": image.id,
+        "created": manifest.created,
+        "bytes": manifest.bytes,
+        "device_bytes": sum(manifest.device_bytes.values()),
+        "asleep": not image.retired,
+    }
+
+
 def notebook(store: Store, image: Image) -> bytes | None:
     """Return the notebook's document as it was; None if it was not saved.  Raises as `Store.readable`, `OSError`."""
     with store.readable(image) as files:
@@ -76,8 +90,11 @@ def find(images: Iterable[Image], kernel_id: str, name: str) -> Image:
 
 def require_free_name(images: Iterable[Image], kernel_id: str, name: str) -> None:
     """Raise `BadRequest` for what is no name of a save point, `SavePointExists` for one that the kernel has."""
-    if len(name) > LONGEST or not _NAME.fullmatch(name) or name != name.strip():
-        message = f"A save point's name has 1 to {LONGEST} characters, without slashes and spaces at its ends."
+    if len(name) > LONGEST or not _NAME.fullmatch(name):
+        message = (
+            f"A save point's name has 1 to {LONGEST} characters, no slashes or control characters, no blanks at its "
+            "ends, and no dot at its beginning."
+        )
         raise BadRequest(message, name=name[:LONGEST])
     if (known := of_kernel(images, kernel_id).get(name)) is not None:
         raise SavePointExists(f"The kernel has a save point {name!r} already.", image=known.id)

@@ -28,7 +28,9 @@ from ..files.atomic import write_atomically
 from ..gate.gate import Gate, GateState
 from ..image import branch
 from ..image.branch import NewKernel
+from ..image.save_point import SavePoint
 from ..image.store import Image
+from ..lifecycle import going_back
 from ..lifecycle.context import Engine, Home
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
@@ -105,6 +107,7 @@ class KernelOwner(Protocol):
     def state_changed(self, state: State, pid: int | None) -> None: ...
     def step_traced(self, event: StepEvent) -> None: ...
     def protection_changed(self, until: float | None) -> None: ...
+    def notebook(self) -> bytes | None: ...
     def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None: ...
     def start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None: ...
     def branch_requested(
@@ -237,6 +240,7 @@ class KernelHost:
             root=launch.root,
             notebook=notebook,
             protected_until=None,
+            directory=directory.name,
             kernel_key=was.kernel_key if source.manifest.branched_from else str(was.front["key"]),
         )
         kernel = NewKernel(
@@ -329,7 +333,7 @@ class KernelHost:
         """Become the owner of a kernel that has none."""
         # A sleeping kernel gets a directory of this host; inside it keeps its old path (`Home.known_as`).
         known_as = Path(found.session.runtime_dir)
-        directory = found.directory or launch.base / known_as.name
+        directory = found.directory or launch.base / (Path(found.session.directory).name or known_as.name)
         make_runtime_dir(directory.parent, directory.name)
         self._registration = Registration(directory)
         capsule: Capsule | None = None
@@ -636,7 +640,13 @@ class KernelHost:
         if content.get("verb") == "interrupt":
             self.interrupted()
             return
-        verbs: dict[str, Callable[[], Any]] = {"suspend": lifecycle.suspend, "checkpoint": lifecycle.checkpoint}
+        name, notebook = str(content.get("name", "")), self._owner.notebook
+        verbs: dict[str, Callable[[], Any]] = {
+            "suspend": lifecycle.suspend,
+            "checkpoint": lifecycle.checkpoint,
+            "save": lambda: lifecycle.save(SavePoint(name), notebook()),
+            "back": lambda: lifecycle.back(name, going_back.require_choice(content.get("files")), notebook()),
+        }
         verb = str(content.get("verb"))
         if verb == "shutdown":
             # Not on the worker: it does not wait for the verb that runs there but ends it.

@@ -32,7 +32,8 @@ class Session:
     ``path``: the working directory it was started in; ``root``: the root directory of the server that started it;
     ``protected_until``: until when no policy may suspend or checkpoint it, seconds since the epoch; ``sockets``:
     `Home.sockets`, or empty; ``kernel_key``: of a branch that has not run yet, the key of the kernel that it comes from
-    (`Home.kernel_key`).
+    (`Home.kernel_key`); ``directory``: the name of its own runtime directory, if that is not the
+    last one of ``runtime_dir``: a branch knows its own by the path of that other kernel's.
     """
 
     kernel_id: str
@@ -47,6 +48,7 @@ class Session:
     notebook: str = ""
     sockets: str = ""
     kernel_key: str = ""
+    directory: str = ""
 
     def write(self, directory: Path) -> None:
         """Write the session to ``directory``, atomically, readable by the owner alone."""

@@ -221,6 +221,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         #: Called with the end of a protection (seconds since the epoch) when it is set, with None when it is lifted;
         #: must not raise.
         self.on_protected: list[Callable[[float | None], None]] = []
+        #: Returns the notebook's document, on another thread than the event loop's; set by the server extension.
+        self.document: Callable[[], bytes | None] = lambda: None
         self._orphan: Orphan | None = None
         #: Only the first launch attaches; a restart starts a fresh kernel.
         self._launched = False
@@ -325,9 +327,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         """
 
         def back(name: str, files: FilesChoice, notebook: bytes | None) -> Image:
-            lifecycle = self._checkpointable()
-            point = find(lifecycle.engine.store.images(), lifecycle.home.kernel_id, name)
-            return lifecycle.back(point, files, notebook)
+            return self._checkpointable().back(name, files, notebook)
 
         return await self._host.worker.verb("back", back, name, files, notebook)
 
@@ -534,6 +534,10 @@ class GpuCkptProvisioner(LocalProvisioner):
     def step_traced(self, event: StepEvent) -> None:
         """Called with each event of the trace, on the thread that runs the step."""
         notify(self.sinks, event)
+
+    def notebook(self) -> bytes | None:
+        """Called on the worker's thread, for a save point that the kernel itself has requested."""
+        return self.document()
 
     def protection_changed(self, until: float | None) -> None:
         """Called with the end of a protection (seconds since the epoch) when it is set; None when it is lifted."""

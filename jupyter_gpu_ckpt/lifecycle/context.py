@@ -33,7 +33,7 @@ from ..image.manifest import Manifest
 from ..image.save_point import SavePoint
 from ..image.store import Image, Store
 from ..trace import Trace, TracedStep
-from .plans import MachineState, State
+from .plans import MachineState, State, Step
 from .settings import LifecycleSettings
 
 #: Beginnings of names in a kernel's directory: of its own sockets (the library's, too, `fastpath.SOCKET`), and of those
@@ -273,6 +273,12 @@ class KernelState:
     def is_being_ended(self) -> bool:
         """Return whether its owner ends the kernel: by its own request, or now."""
         return self.end_requested or self.cancellation.reason is Reason.END
+
+    @property
+    def publishes_save_point(self) -> bool:
+        """Return whether the kernel is served again after a save, whose save point is not complete yet."""
+        machine = self.machine
+        return machine.state is State.SAVING and Step.RELEASE in machine.done
 
     def require_capsule(self) -> Capsule:
         """Return the capsule.  Raises `CapsuleGone` if there is none."""

@@ -226,7 +226,8 @@ def _keep_files(attempt: Attempt, draft: Draft) -> None:
     if attempt.save_point is None:
         return
     directory, links = draft.criu_directory / layout.KEPT, kept_files.links_directory(draft.target)
-    files = attempt.fingerprint.get("files", {})
+    shared = (attempt.kernel.saved.report.get("summary") or {}).get("shared") or []
+    files = {path: facts for path, facts in attempt.fingerprint.get("files", {}).items() if path not in shared}
     most = min(attempt.kernel.settings.kept_file_bytes, max(0, attempt.kernel.engine.store.free() - preflight.MARGIN))
     attempt.kept = kept_files.keep(files, attempt.also_keep, directory, links, most)
 

@@ -6,13 +6,14 @@ between, the next wake brings that state.  Files that are replaced meanwhile are
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..errors import BadRequest, FilesDiffer, MissingFile
+from ..errors import BadRequest, FilesDiffer, GpuCkptError, MissingFile
 from ..files.atomic import write_atomically
 from ..files.disk import mapped_errors
 from ..image import kept_files, layout, links, save_point
@@ -146,3 +147,11 @@ def automatic_name(why: str, images: Iterable[Image], kernel_id: str) -> str:
     while (unique := name if number == 1 else f"{name} {number}") in used:
         number += 1
     return unique
+
+
+def thin_out(kernel: KernelState) -> None:
+    """Delete the kernel's automatic save points that are too many.  One in use is left for the next time."""
+    store, most = kernel.engine.store, kernel.settings.automatic_save_points
+    for image in save_point.surplus(store.images(), kernel.home.kernel_id, most):
+        with contextlib.suppress(GpuCkptError):
+            store.remove(image)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..capsule.capsule import ANSWER, Capsule
 from ..errors import CapsuleError, CapsuleGone, GpuCkptError, KernelSilent, StateError
-from ..image.save_point import SavePoint, require_free_name, surplus
+from ..image.save_point import SavePoint, find, require_free_name
 from ..image.store import Image
 from ..trace import Trace
 from . import compatibility, dump, endings, failures, going_back, host_memory, plans, restore, resume
@@ -141,22 +141,24 @@ class Lifecycle:
             assert self.kernel.save_point is not None
             return self.kernel.save_point
 
-    def back(self, point: Image, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
-        """Go back to a save point; the present state is saved first, as an automatic one, which is returned.
+    def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
+        """Go back to the save point of this name.  The present state is saved first, as an automatic one: return that.
 
         ``files``: what the kernel gets of files that differ.  ``notebook``: the present document.  After failure the
-        kernel is in its present state, or asleep in it.  Raises `FilesDiffer` for files without a choice.
+        kernel is in its present state, or asleep in it.  Raises `FilesDiffer` for files without a choice,
+        `SavePointNotFound`.
         """
         kernel, store = self.kernel, self.engine.store
         with kernel.lock:
+            point = find(store.images(), self.home.kernel_id, name)
             if self.state not in (State.RUNNING, State.DEAD):
                 self.wake()
             if point.archived:
                 with point.lease():
                     restore.fetch_content(kernel, point)
             then = going_back.check(kernel, point, files)
-            name = going_back.automatic_name("before going back", store.images(), self.home.kernel_id)
-            before = SavePoint(name, automatic=True)
+            before_name = going_back.automatic_name("before going back", store.images(), self.home.kernel_id)
+            before = SavePoint(before_name, automatic=True)
             options: dict[str, Any] = {"save_point": before, "notebook": notebook, "also_keep": then}
             self._perform(Move.CHECKPOINT, State.CHECKPOINTED, **options)
             present = kernel.image
@@ -174,15 +176,8 @@ class Lifecycle:
                     restore.release_save_point(present)
                 raise
             restore.release_save_point(present)
-            self.thin_out()
+            going_back.thin_out(kernel)
             return present
-
-    def thin_out(self) -> None:
-        """Delete the kernel's automatic save points that are too many.  One in use is left for the next time."""
-        store, most = self.engine.store, self.kernel.settings.automatic_save_points
-        for image in surplus(store.images(), self.home.kernel_id, most):
-            with contextlib.suppress(GpuCkptError):
-                store.remove(image)
 
     def restore(self, gpu_map: Mapping[str, str] | None = None, *, accept_changed_files: bool | None = None) -> None:
         """Restore the image, on the GPUs named by ``gpu_map`` (old UUID: new UUID) or the same ones.

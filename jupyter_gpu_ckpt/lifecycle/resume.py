@@ -175,6 +175,8 @@ def release(attempt: Attempt) -> None:
             # The point of no return: of all that ever restored this image, one kernel gets messages.
             capsule = kernel.require_capsule()
             attempt.lease.claim(capsule.host_pid, capsule.keep_fd)
+            if attempt.present is not None:  # and nobody wakes the state that it has gone back from
+                attempt.present.claim(capsule.host_pid, capsule.keep_fd)
         else:  # until a restored kernel's image is deleted it is what is left if the kernel dies
             supersede_images(kernel)
     if attempt.alone:

@@ -44,6 +44,7 @@ from .monitor import KernelMonitor
 from .persistence import KernelPersistence
 from .placement import Publisher
 from .readiness import CheckpointSessionManager, Readiness
+from .save_points import document_for_threads
 
 #: Seconds for which a starting server attaches kernels before it answers any request.
 _ATTACH_TIMEOUT = 15.0
@@ -122,9 +123,14 @@ class GpuCkptApp(ExtensionApp):
             sessions.readiness = self._readiness
         if isinstance(manager, CheckpointKernelManagerMixin):
             manager.readiness = self._readiness
-            manager.on_kernel = self.monitor.add
+            manager.on_kernel = self._on_kernel
             manager.start_branch = self.branches.start
             manager.idle_seconds = self.idle.idle_seconds
+
+    def _on_kernel(self, kernel_id: str, provisioner: GpuCkptProvisioner) -> None:
+        """Called from the kernel manager with each kernel that it has started or attached."""
+        provisioner.document = document_for_threads(self.serverapp, kernel_id)
+        self.monitor.add(kernel_id, provisioner)
 
     def initialize_handlers(self) -> None:
         """Called from jupyter_server, which puts its base URL before each."""
@@ -188,8 +194,8 @@ class GpuCkptApp(ExtensionApp):
         self.usage.start()
         self._publisher.start()
 
-    def _announce(self, kernel_id: str, verb: str | None, at: float | None) -> None:
-        self.monitor.notify(lambda listener: listener.planned(kernel_id, verb, at))
+    def _announce(self, kernel_id: str, verb: str | None, seconds: float | None) -> None:
+        self.monitor.notify(lambda listener: listener.planned(kernel_id, verb, seconds))
 
     def current_activity(self) -> list[dict[str, Any]]:
         """Return the jobs under way.  Called from jupyter_server before it shuts down for lack of activity."""

@@ -57,8 +57,8 @@ class Events(Listener):
     def protected(self, kernel_id: str, until: float | None) -> None:
         self._emit(PROTECTION, kernel_id, protected_until=until)
 
-    def planned(self, kernel_id: str, verb: str | None, at: float | None) -> None:
-        self._emit(PLAN, kernel_id, next=verb, due_at=at)
+    def planned(self, kernel_id: str, verb: str | None, seconds: float | None) -> None:
+        self._emit(PLAN, kernel_id, next=verb, due_in_s=seconds)
 
     def _emit(self, schema_id: str, kernel_id: str, **data: Any) -> None:
         self.bus.emit(schema_id=schema_id, data={"kernel_id": kernel_id, **data})

@@ -183,8 +183,8 @@ class Listener:
     def protected(self, kernel_id: str, until: float | None) -> None:
         """A protection was set, until some seconds since the epoch, or (None) ended."""
 
-    def planned(self, kernel_id: str, verb: str | None, at: float | None) -> None:
-        """The idle policy will run ``verb`` at so many seconds since the epoch; None: nothing soon."""
+    def planned(self, kernel_id: str, verb: str | None, seconds: float | None) -> None:
+        """The idle policy will run ``verb`` in so many seconds; None: nothing soon."""
 
 
 class KernelMonitor:

@@ -466,7 +466,7 @@ for _ in sys.stdin:
 
 
 def test_a_signal_that_comes_during_a_stop_is_the_main_thread_s():
-    """It interrupts no thread that would have slept on if the process had run."""
+    """Other threads sleep on, as they would have if the process had run."""
     command = [sys.executable, "-I", "-S", "-c", INTERRUPTED]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:

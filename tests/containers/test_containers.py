@@ -173,7 +173,7 @@ def test_the_seccomp_profile_is_the_default_one_and_six_calls():
 
 @pytest.mark.parametrize("fault", ["", "trace,"])
 def test_the_parser_takes_the_apparmor_profile(fault):
-    """It needs no kernel with AppArmor; loading the profile does."""
+    """The parser needs no kernel with AppArmor; loading the profile does."""
     parser = shutil.which("apparmor_parser", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     if parser is None:
         pytest.skip("no apparmor_parser on this host: `apt-get install apparmor`")

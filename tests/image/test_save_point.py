@@ -80,7 +80,7 @@ def test_the_links_of_a_save_point_leave_their_names_to_the_next_dump_and_go_wit
     assert not link.exists()
 
 
-@pytest.mark.parametrize("name", ["", " x", "x ", "a/b", "a\\b", "a\nb", "x" * 81])
+@pytest.mark.parametrize("name", ["", " x", "x ", "a/b", "a\\b", "a\nb", ".a", "a\x9b", "x" * 81])
 def test_names_that_save_points_cannot_have(store, name):
     with pytest.raises(BadRequest):
         save_point.require_free_name(store.images(), FACTS.kernel_id, name)

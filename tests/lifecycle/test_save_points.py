@@ -10,6 +10,7 @@ import pytest
 from jupyter_gpu_ckpt.errors import FilesDiffer, GpuCkptError, SavePointExists, SavePointNotFound
 from jupyter_gpu_ckpt.image import layout, save_point
 from jupyter_gpu_ckpt.image.save_point import SavePoint
+from jupyter_gpu_ckpt.lifecycle import going_back
 
 #: A file that is open under a name that was deleted, while it has another: CRIU makes a link of it.
 LINKED = """
@@ -116,7 +117,7 @@ async def test_a_kernel_goes_back_and_forth_under_its_id_while_its_clients_stay_
         await kernel.provisioner.back("two")
     assert [image.retired for image in store.images()] == [True] * 4
     kernel.lifecycle.kernel.settings = replace(kernel.lifecycle.kernel.settings, automatic_save_points=2)
-    kernel.lifecycle.thin_out()
+    going_back.thin_out(kernel.lifecycle.kernel)
     assert len(store.images()) == 3
     assert one in store.images()
 

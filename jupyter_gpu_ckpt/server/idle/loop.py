@@ -85,8 +85,8 @@ class IdlePolicy(LoggingConfigurable):
         announce: Callable[[str, str | None, float | None], None] = lambda *_: None,
         **kwargs: Any,
     ) -> None:
-        """``announce`` is called on the event loop with a kernel's id, the verb that comes within `notice` seconds and
-        its moment (seconds since the epoch); with two None when it does not come any more, or has begun.
+        """``announce`` is called on the event loop with a kernel's id, the verb that comes within `notice`, and in how
+        many seconds; with two None when it does not come any more, or has begun.
         """
         super().__init__(**kwargs)
         self._kernels = kernels
@@ -165,13 +165,14 @@ class IdlePolicy(LoggingConfigurable):
         """Announce what comes soon for a kernel, if it differs from what was announced."""
         outlook, before = self.outlook(kernel_id), self._announced.pop(kernel_id, None)
         if outlook is not None and outlook["imminent"]:
-            verb, at = outlook["next"], time.time() + outlook["next_in_s"]
-            overdue = outlook["next_in_s"] == 0
-            if before is not None and before[0] == verb and (abs(at - before[1]) < 1.0 or (overdue and before[1] < at)):
+            verb, wait = outlook["next"], outlook["next_in_s"]
+            at = time.monotonic() + wait
+            same = before is not None and before[0] == verb
+            if before is not None and same and (abs(at - before[1]) < 1.0 or (wait == 0 and before[1] < at)):
                 self._announced[kernel_id] = before
             else:
                 self._announced[kernel_id] = verb, at
-                self._announce(kernel_id, verb, at)
+                self._announce(kernel_id, verb, wait)
         elif before is not None:
             self._announce(kernel_id, None, None)
 

@@ -18,7 +18,7 @@ SWAP_WINDOW_S = 300.0
 
 
 class Residence(str, enum.Enum):
-    """Place of a kernel's device memory.  In all but `AWAY` it occupies the GPUs in `Participant.on`."""
+    """Location of the device memory of a kernel.  In all but `AWAY` it occupies the GPUs in `Participant.on`."""
 
     AWAY = "away"
     ARRIVING = "arriving"

@@ -39,6 +39,23 @@ _REFUSED_S = 60.0
 _UNSAID_S, _SAID_S = 0.5, 30.0
 
 
+class DailySeconds:
+    """Seconds of the last day, by the hour, in which something was so."""
+
+    def __init__(self) -> None:
+        self._by_hour: dict[int, float] = {}
+        self._last: float | None = None
+
+    def used(self, now: float, so: bool) -> float:
+        """Count the time since the last call if it was ``so`` then and is now; return the seconds of the last day."""
+        hour = int(now // 3600)
+        if so and self._last is not None:
+            self._by_hour[hour] = self._by_hour.get(hour, 0.0) + now - self._last
+        self._last = now if so else None
+        self._by_hour = {each: seconds for each, seconds in self._by_hour.items() if each > hour - 24}
+        return round(sum(self._by_hour.values()), 0)
+
+
 class GpuSharing:
     """The part of one kernel.  ``turns``: whether it also yields its GPU in the middle of a cell.
 
@@ -62,6 +79,7 @@ class GpuSharing:
         self._member = Member(exchange, self)
         self._measured = self._refused_at = self._failed_at = float("-inf")
         self._move: Future[None] | None = None
+        self._protected = DailySeconds()
         self._cancelled = threading.Event()
         self._waits = False
         #: Calls at the launch gate whose place was given back.
@@ -122,11 +140,16 @@ class GpuSharing:
 
     def observe(self, now: float) -> None:
         """Bring the facts up to date: cells that began and ended, memory, calls at the launch gate."""
-        state = self._lifecycle.state
+        state, is_protected = self._lifecycle.state, self._is_protected()
         can_leave = now - self._refused_at > _REFUSED_S
+        used = self._protected.used(now, is_protected and self._is_waited_for())
         self._member.update(
             lambda p: replace(
-                p, protected=self._is_protected(), can_leave=can_leave, can_pause=can_leave and self._turns
+                p,
+                protected=is_protected,
+                protect_used=used,
+                can_leave=can_leave,
+                can_pause=can_leave and self._turns,
             )
         )
         if state is State.RUNNING:
@@ -135,6 +158,12 @@ class GpuSharing:
             self._observe_off_gpu(now)
         elif state is State.DEAD and self.participant.on:
             self._member.update(lambda p: replace(p.cell_ended(now), residence=Residence.AWAY, on=(), resident=()))
+
+    def _is_waited_for(self) -> bool:
+        """Return whether others wait for a GPU on which the kernel has memory and does not compute."""
+        mine = self.participant
+        waiting = (each for each in self._exchange.participants if each.waiting_since is not None)
+        return mine.turn is None and any(set(each.gpus).intersection(mine.on) for each in waiting)
 
     def _observe_running(self, now: float) -> None:
         working, participant = self._gate.working, self.participant

@@ -20,6 +20,7 @@ from ..cuda import gpu_locks
 from ..cuda.gpus import Gpus
 from ..errors import GpuCkptError, GpuFull
 from . import policy, records
+from .allotments import Allotments
 from .participant import Participant, Residence
 from .policy import (
     HEARTBEAT_S,
@@ -119,7 +120,7 @@ class Exchange:
     """All members of this server.  The thread runs while there are any."""
 
     def __init__(self, gpus: Gpus, rules: Rules | None = None) -> None:
-        self.rules = rules or Rules()
+        self.rules, self.allotments = rules or Rules(), Allotments()
         self.directory = gpus.lock_directory
         self._gpus = gpus
         self._members: dict[str, Member] = {}
@@ -234,7 +235,8 @@ class Exchange:
             SharedGpu(gpu.uuid, gpu.total, policy.others(gpu.uuid, gpu.total, gpu.free, participants, now))
             for gpu in self._gpus.list()
         )
-        return NodeSnapshot(now, gpus, participants, rules=self.rules)
+        allotments = self.allotments.of({each.user for each in participants})
+        return NodeSnapshot(now, gpus, participants, allotments, self.rules)
 
     def _without_idlers(self, participants: list[Participant], now: float) -> Iterator[Participant]:
         """Yield the participants, but as no waiting ones those that do not take what they are granted.

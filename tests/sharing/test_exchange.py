@@ -11,8 +11,10 @@ from dataclasses import replace
 import pytest
 from sharing_server import FileGpus
 
+from jupyter_gpu_ckpt.cuda import gpu_locks
 from jupyter_gpu_ckpt.sharing import policy, records
 from jupyter_gpu_ckpt.sharing.exchange import Exchange, Member
+from jupyter_gpu_ckpt.sharing.participant import Residence
 
 A, B, ELSEWHERE = (f"GPU-00000000-0000-0000-0000-00000000000{letter}" for letter in "abc")
 
@@ -97,3 +99,52 @@ def test_a_kernel_that_takes_no_turn_that_it_is_granted_is_passed_over(exchange,
     exchange._decide()
     assert isinstance(exchange.decision(member), policy.GrantTurn)
     assert exchange.claim(member) is not None
+
+
+@pytest.fixture
+def waiting(exchange):
+    """A member that is granted a turn."""
+    member = Member(exchange, KernelDouble())
+    exchange._members[member.participant.kernel] = member
+    member.update(lambda p: replace(p, gpus=(A,), needs=(80,)).touched(time.monotonic(), {}))
+    exchange._decide()
+    return member
+
+
+def test_a_claim_waits_for_no_server_that_is_stopped_with_its_lock(exchange, waiting, monkeypatch):
+    with gpu_locks.locked(exchange.directory, [A], 1, kind="claim"):
+        assert exchange.claim(waiting) is None
+        monkeypatch.setattr("jupyter_gpu_ckpt.sharing.exchange.SILENT_S", 0.0)
+        assert exchange.claim(waiting) is not None
+    assert waiting.participant.residence is Residence.ARRIVING
+
+
+def test_a_claim_is_none_while_a_server_without_sharing_restores_a_kernel_to_the_gpu(exchange, waiting):
+    with gpu_locks.locked(exchange.directory, [A], 1):
+        before = waiting.participant
+        assert exchange.claim(waiting) is None
+        assert waiting.participant == before, "it keeps its place"
+    assert exchange.claim(waiting) is not None
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_of_two_claims_without_a_lock_the_later_one_yields(exchange, waiting, monkeypatch, earlier):
+    other, turn = Member(exchange, KernelDouble()), policy.Turn(0.0, 1.0, True)
+
+    def claim_meanwhile(participant, grant, snapshot):
+        at = time.monotonic() + (-0.01 if earlier else 60)
+        other.update(lambda p: replace(p, gpus=(A,), needs=(80,)).granted((A,), turn, at))
+        return True
+
+    monkeypatch.setattr(exchange, "_has_memory", claim_meanwhile)
+    monkeypatch.setattr(records, "_time", lambda value, now: value)  # else what is to come is now
+    assert (exchange.claim(waiting) is None) is earlier
+    assert (waiting.participant.residence is Residence.AWAY) is earlier
+
+
+def test_a_server_without_sharing_leaves_memory_to_kernels_that_are_about_to_come(exchange, waiting):
+    assert records.claimed(exchange.directory, A) == 0
+    assert exchange.claim(waiting) is not None
+    assert records.claimed(exchange.directory, A) == 80
+    waiting.update(lambda p: p.arrived(time.monotonic()))
+    assert records.claimed(exchange.directory, A) == 0, "NVML counts it now"

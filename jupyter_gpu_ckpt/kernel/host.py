@@ -268,8 +268,6 @@ class KernelHost:
             self._registration.remove()
             self._registration = self.lifecycle = None
             raise
-        finally:
-            branch.tidy(source)
         assert self.gate is not None
         self.gate.publish("status", {"execution_state": "idle"})
 

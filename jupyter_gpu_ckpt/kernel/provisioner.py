@@ -307,7 +307,11 @@ class GpuCkptProvisioner(LocalProvisioner):
         if (own := lifecycle.image) is not None and lifecycle.state is State.CHECKPOINTED:
             return own
         point = SavePoint(f"branch {time.strftime('%Y-%m-%d %H:%M:%S')} {secrets.token_hex(2)}", automatic=True)
-        return await self._host.worker.verb("save for a branch", lifecycle.save, point)
+
+        def save() -> Image:
+            return lifecycle.save(point, self.notebook())
+
+        return await self._host.worker.verb("save for a branch", save)
 
     async def branch_plan(self, name: str = "") -> BranchPlan:
         """Return the consequences of a `branch`, which is not begun: for a save point, or for a kernel that sleeps."""

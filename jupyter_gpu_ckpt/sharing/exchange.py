@@ -192,8 +192,8 @@ class Exchange:
     def claim(self, member: Member) -> GrantTurn | None:
         """Begin the turn that was decided for a member, if it still is by all facts under the locks of its GPUs.
 
-        A grant of which another server knows nothing is none: whoever has the locks reads all records again.  Raises
-        `OSError` and `HostError` where the directory cannot be used.
+        A grant of which another server knows nothing is none: the server that has the locks reads all records again.
+        Raises `OSError` and `HostError` where the directory cannot be used.
         """
         if not isinstance(grant := self.decision(member), GrantTurn):
             return None

@@ -44,8 +44,8 @@ PROTECT_BUDGET_S = 3600.0
 class Rules:
     """The lengths of turns in seconds; the same for all servers of a node.
 
-    ``first_turn``: of a cell's first turn.  In it end a sixth of the cells that are published of notebook clusters, and
-    95 % of those within 45 s when four kernels compete (docs/scale.md).
+    ``first_turn``: of a cell's first turn.  15 % of the cells that are published of notebook clusters end in it, and
+    95 % of those within 45 s where four kernels compete (docs/scale.md).
     ``turn``: of every further one.  A swap of 16 to 48 GiB takes 1.3 to 2.6 s (docs/measurements.md), so that kernels
     which all compute spend 2 to 4 % of the time on swaps.
     ``cut``: after so long a further turn ends for a cell that has had none.
@@ -300,7 +300,7 @@ class _Round:
         return not allowed or (each.protected and each.user in self.protectors)
 
     def _stay(self, each: Participant) -> _Stay:
-        """Return how long a kernel that is on GPUs keeps its memory there, whoever waits."""
+        """Return how long a kernel that is on GPUs keeps its memory there, although others wait."""
         moving = self.now if each.moving_since is None else each.moving_since
         if each.residence is Residence.LEAVING:
             left = max(_SOON_S, moving + each.leave_seconds - self.now)

@@ -180,11 +180,12 @@ def replay(path: Path) -> dict[str, Any]:
     `Rules`, all by default), ``kernels``: each with ``kernel``, ``user``, ``gpus``, ``needs``, ``leave_seconds`` and
     ``arrive_seconds`` (lists: every move that was measured) and ``cells``: ``touched``, ``started``, ``ended`` (seconds
     from the begin of the run) and ``seconds`` (how long it computes alone).  A pause is what lies between the end of a
-    cell and the next one's touch, whatever the waits are.
+    cell and the next one's touch, whatever the waits are.  Short cells are those that end in a first turn if alone.
     """
     run = json.loads(path.read_text())
     env = simpy.Environment()
-    node = SharedGpus(env, run["gpus"], rules=Rules(**run.get("rules", {})))
+    rules = Rules(**run.get("rules", {}))
+    node = SharedGpus(env, run["gpus"], rules=rules)
     ran: list[Ran] = []
     moves = 0.0
 
@@ -217,13 +218,13 @@ def replay(path: Path) -> dict[str, Any]:
     return {
         "measured": _compared(
             [cell["started"] - cell["touched"] for cell in cells],
-            [cell["ended"] - cell["touched"] for cell in cells if cell["seconds"] <= SHORT],
+            [cell["ended"] - cell["touched"] for cell in cells if cell["seconds"] <= rules.first_turn],
             moves / run["seconds"] / len(run["gpus"]),
             run["seconds"],
         ),
         "simulated": _compared(
             [each.started - each.touched for each in ran if each.started is not None],
-            [each.ended - each.touched for each in ran if each.seconds <= SHORT],
+            [each.ended - each.touched for each in ran if each.seconds <= rules.first_turn],
             sum(node.totals.swaps.values()) / env.now / len(run["gpus"]),
             env.now,
         ),

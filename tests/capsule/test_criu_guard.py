@@ -504,6 +504,7 @@ def test_all_are_back_in_their_stop_when_criu_begins(monkeypatch, tmp_path):
     under_test = SimpleNamespace(
         job=None, rootless=False, pipes=[], watched_files=None, inherited_files={}, number=1, fork=fork
     )
+    under_test.filters = SimpleNamespace(hide=lambda pids: None, show=lambda: None)
     under_test.guard = lambda: CriuGuard(process.pid, time.monotonic() + 60)
     under_test.replace_inherited_files = lambda guard: init.Init.replace_inherited_files(under_test, guard)
     output = str(tmp_path / "output")

@@ -116,7 +116,7 @@ def test_no_paragraph_is_longer_than_a_reader_follows():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_no_heading_and_no_paragraph_stands_twice_on_a_page(document):
-    """As after a merge of two branches that have moved a section."""
+    """Two branches that have moved a section leave it twice after their merge."""
     text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
     headings = re.findall(r"^#+ .+$", text, re.MULTILINE)
     paragraphs = [block for block in text.split("\n\n") if len(block) > 100]
@@ -125,7 +125,7 @@ def test_no_heading_and_no_paragraph_stands_twice_on_a_page(document):
 
 
 def test_usage_has_the_words_of_each_state_that_is_lost_and_documented():
-    """What `tests/zoo` finds changed after a wake and lets pass because the page says so."""
+    """Words by which `tests/zoo` lets a change after a wake pass, because the page has them."""
     section = (ROOT / "docs" / "usage.md").read_text().partition("## What comes back, and what does not\n")[2]
     section = section.partition("\n## ")[0]
     sources = "".join(path.read_text() for path in (ROOT / "tests" / "zoo" / "kinds").glob("*.py"))

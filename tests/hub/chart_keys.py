@@ -1,4 +1,4 @@
-"""What the schema of the chart "jupyterhub" says of the keys that docs/admin/k8s/values.yaml uses, recorded in a file.
+"""The schema of the chart "jupyterhub", for the keys that docs/admin/k8s/values.yaml uses, recorded in a file.
 
 The schema itself, 3,200 lines of another project, is not copied.  To record it anew from a checkout of
 jupyterhub/zero-to-jupyterhub-k8s, which also validates the values against all of it:

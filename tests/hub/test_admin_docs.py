@@ -42,7 +42,7 @@ def test_the_validator_refuses_what_is_wrong():
 
 
 def test_the_values_have_keys_and_types_of_the_chart(values):
-    """As recorded from its schema (`chart_keys`): only of the keys that are used."""
+    """The record of its schema (`chart_keys`) knows only the keys that are used."""
     record = json.loads(chart_keys.RECORD.read_text())
     assert chart_keys.problems(values, record["keys"]) == []
     date = record["chart"].split()[1]

@@ -589,9 +589,11 @@ class KernelHost:
             is_protected=lambda: self.agent_requests.protection() is not None,
             log=self._log,
         )
+        self.agent_requests.sharing = self.sharing.status
 
     def _end_sharing(self) -> None:
         if self.sharing is not None:
+            self.agent_requests.sharing = None
             self.sharing.close()
             self.sharing = None
 

@@ -48,6 +48,7 @@ from .agent_requests import AgentRequests
 from .branching import BranchPlan
 from .directories import default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
+from .gpu_sharing import GpuSharing
 from .host import UNFIT, BranchPoint, KernelHost, Launch
 from .orphans import Orphan, find_orphan, newest_images, not_attached_notice
 
@@ -244,6 +245,11 @@ class GpuCkptProvisioner(LocalProvisioner):
     def agent_requests(self) -> AgentRequests:
         """Answers to the kernel's agent, and until when the kernel is protected from policies."""
         return self._host.agent_requests
+
+    @property
+    def sharing(self) -> GpuSharing | None:
+        """The kernel's part in sharing GPUs with others; None if it has none."""
+        return self._host.sharing
 
     @property
     def gate(self) -> Gate | None:

@@ -21,7 +21,8 @@ kernel has too little of (threads, descriptors, memory), if that is why.
     and may have lived beyond it before.  Failures to undo are listed in ``probe_errors``; the kernel works without
     these things.
 
-``gpu_ckpt_identity_request``  {"key": "...", "reseed": false, "notebook": "path", "environ": {...}, "directory": "..."}
+``gpu_ckpt_identity_request``  {"key": "...", "reseed": false, "notebook": "path", "environ": {...}, "directory": "...",
+"ports": {"old": new}}
     Become another kernel than the one that this process comes from (`identity`); after a restore, before thaw.  With
     ``environ`` and ``directory`` (both optional) as a new notebook's.  The reply has the new ``session`` id, and is
     the last message with the old one and the old key.
@@ -174,6 +175,7 @@ class Agent:
             if content.get("summary"):
                 report["summary"] = probes.probe(errors, "summary", lambda: summary.summary(self._shell), {})
             report["tracked"] = probes.probe(errors, "trackers", self._trackers.living, [])
+            report["pipe_port"] = self._iopub.port  # open in the image, as a child has it, too
         except BaseException:  # also KeyboardInterrupt: SIGINT reaches handlers as it reaches cells
             self._undo_quiesce(errors)
             raise
@@ -207,6 +209,7 @@ class Agent:
         errors: list[str] = []
         made = identity.become_another(self._kernel, content, errors)
         self.server.kernel_id = ""
+        self._iopub.listen_at(content.get("ports") or {})
         self._after_reply.append(lambda: identity.sign_as(self._kernel, made["session"], str(content["key"])))
         return {**made, "probe_errors": errors}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import limits, probes
@@ -87,6 +87,14 @@ class IOPub:
 
         self._thread._pipe_port = self._call(rebind)
         self._unbound_port = None
+
+    def listen_at(self, ports: Mapping[str, int]) -> None:
+        """Note that the listener, if it is open, has another port since a restore: children that are forked connect.
+
+        ``ports``: new ones by those before.
+        """
+        if (port := self.port) is not None and str(port) in ports:
+            self._thread._pipe_port = ports[str(port)]
 
     def _call(self, work: Callable[[], Any]) -> Any:
         """Run ``work`` on the IOPub thread; return its result or raise its error."""

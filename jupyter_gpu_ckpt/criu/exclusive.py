@@ -41,11 +41,20 @@ ChoosePort = Callable[[int, int, str], int]
 
 @dataclass(frozen=True)
 class Exclusive:
-    """State that a branch has otherwise.  ``kind``: ``port``, ``socket``, ``lock`` or ``connection``."""
+    """State that a branch has otherwise.  ``kind``: ``port``, ``socket``, ``lock`` or ``connection``.
+
+    ``port``, ``new_port``: of a port, its number and, in a restore, that of the branch.
+    """
 
     kind: str
     what: str
     becomes: str
+    port: int = 0
+    new_port: int = 0
+
+    def as_dict(self) -> dict[str, str]:
+        """Return what a user reads, as JSON-serialisable data."""
+        return {"kind": self.kind, "what": self.what, "becomes": self.becomes}
 
 
 def find(directory: Path, own: Sequence[str], notes: Mapping[str, Any]) -> list[Exclusive]:
@@ -163,7 +172,8 @@ def _internet_socket(
         ports[key] = choose_port(family, type, address)
     name = "TCP" if is_tcp else "UDP"
     becomes = f"{name} port {ports[key]}" if ports[key] else f"another {name} port"
-    found.append(Exclusive("port", f"{name} port {_shown(own[0], port)}", f"{becomes} of {address}"))
+    what = f"{name} port {_shown(own[0], port)}"
+    found.append(Exclusive("port", what, f"{becomes} of {address}", port, ports[key]))
     packed = socket.inet_pton(family, address)
     words = [int.from_bytes(packed[at : at + 4], "little") for at in range(0, len(packed), 4)]
     changed = [field for field in fields if field[0] not in (images.INET_PORT, images.INET_ADDRESS)]

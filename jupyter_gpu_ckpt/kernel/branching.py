@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ..criu import exclusive
@@ -29,7 +29,7 @@ class BranchPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-serialisable data."""
-        differs = [asdict(each) for each in self.differs]
+        differs = [each.as_dict() for each in self.differs]
         return {"image": self.image, "differs": differs, "shared": self.shared, "unsafe": self.unsafe}
 
     def require(self, accepts_differences: bool) -> None:
@@ -56,7 +56,10 @@ def plan(store: Store, image: Image) -> BranchPlan:
         raise ImageFormat("The image has no session of its kernel.", image=image.id)
     own = [f"{manifest.runtime_dir}/{KERNEL_SOCKETS}", *([f"{session.sockets}-"] if session.sockets else [])]
     with store.readable(image) as files:
-        differs = exclusive.find(files.criu_directory, own, manifest.notes)
+        found = exclusive.find(files.criu_directory, own, manifest.notes)
+    # Of the kernel's own port the agent knows (`agent.identity`); it is open in the image if a child has it, too.
+    pipe = manifest.report.get("pipe_port")
+    differs = [each for each in found if not each.port or each.port != pipe]
     used = manifest.fingerprint.get("files", {})
     unsafe = [f"a transaction of the database {path}" for path, file in used.items() if _is_written(file)]
     if not session.has_agent:

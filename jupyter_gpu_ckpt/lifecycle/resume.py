@@ -154,13 +154,20 @@ def _become_another_kernel(attempt: Attempt) -> str:
     kernel, home = attempt.kernel, attempt.kernel.home
     assert kernel.image is not None
     origin = kernel.image.manifest.branched_from
-    content: dict[str, Any] = {"key": home.key, "reseed": bool(origin.get("reseed")), "notebook": home.notebook}
+    ports = {str(each.port): each.new_port for each in attempt.separated if each.port}
+    content: dict[str, Any] = {
+        "ports": ports,
+        "key": home.key,
+        "reseed": bool(origin.get("reseed")),
+        "notebook": home.notebook,
+    }
     if origin.get("is_template"):
         content |= {"environ": dict(home.environment), "directory": home.directory}
     reply = request_agent(kernel, "identity", content)["report"]
     kernel.gate.expect_key(home.key)
     kernel.gate.follow_session(str(reply["session"]))
-    changes = [f"{each.what} ({each.becomes})" for each in attempt.separated]
+    pipe = kernel.saved.report.get("pipe_port")
+    changes = [f"{each.what} ({each.becomes})" for each in attempt.separated if not each.port or each.port != pipe]
     changes += [f"{what} (not changed)" for what in reply.get("probe_errors", ())]
     if not changes:
         return ""

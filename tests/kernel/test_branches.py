@@ -55,6 +55,12 @@ import os
 gone = open("gone", "w+"); print("gone", end="", file=gone, flush=True); os.unlink("gone")
 other = open("own", "w+"); print("other", end="", file=other, flush=True); os.link("own", "second"); os.unlink("own")
 """
+#: A forked child, and the means to fork others.
+CHILDREN = """
+import multiprocessing, time
+fork = multiprocessing.get_context("fork")
+worker = fork.Process(target=time.sleep, args=(1000,), daemon=True); worker.start()
+"""
 #: Whether another process has locked the file.
 LOCKED = """
 with open(lock, "r+") as _other:
@@ -211,3 +217,18 @@ async def test_a_branch_of_an_encrypted_image(tmp_path, runtime_base, criu_binar
             assert await branch.run("print(x)") == "41"
             ports = {await each.run("print(listener.getsockname()[1])") for each in (kernel, branch)}
             assert len(ports) == 2
+
+
+async def test_children_that_a_branch_forks_print_in_its_notebook(kernel, tmp_path):
+    """The kernel's own port is in the image where a forked child has it, too; nobody is asked about it."""
+    await kernel.run(CHILDREN)
+    image = await kernel.provisioner.save("point")
+    assert branching.plan(kernel.lifecycle.engine.store, image).differs == []
+    async with branch_of(image.id, kernel, tmp_path / "branch") as branch:
+        assert await branch.run("print(worker.is_alive())") == "True"
+        fork = "child = fork.Process(target=print, args=({!r},)); child.start(); child.join(); time.sleep(1)"
+        printed = await asyncio.gather(*(each.run(fork.format(who)) for who, each in (("a", branch), ("b", kernel))))
+        assert printed == ["a", "b"]
+        await branch.run("worker.terminate(); worker.join()")
+        assert await kernel.run("print(worker.is_alive())") == "True"
+    await kernel.run("worker.terminate(); worker.join()")

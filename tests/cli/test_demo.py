@@ -37,9 +37,10 @@ def written(directory: Path, *cells: tuple[list[str], str]) -> str:
 
 
 def without_torch(directory: Path) -> dict[str, str]:
-    """An environment in which the kernel finds no torch, whatever is installed."""
+    """An environment in which the kernel finds no torch and no tqdm, whatever is installed."""
     (directory / "no").mkdir()
-    (directory / "no" / "torch.py").write_text("raise ImportError('no torch here')\n")
+    for name in ("torch", "tqdm"):
+        (directory / "no" / f"{name}.py").write_text(f"raise ImportError('no {name} here')\n")
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(directory / "no"), os.environ.get("PYTHONPATH")]))}
 
 

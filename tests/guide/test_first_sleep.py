@@ -19,7 +19,6 @@ from desktop import Desktop, find_chromium, lab, write_notebook
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs/tutorials/first-sleep.md"
-SLEEP = "Put kernel to sleep (to disk)"
 
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(2400)]
 
@@ -84,6 +83,7 @@ def test_from_the_tutorial_to_a_kernel_that_slept_and_woke_and_back_to_nothing(r
     (place / "lab").mkdir()
     (place / "lab/data").symlink_to(place / ".local/share/jupyter")  # the server's is the user's
     first, second = cells()
+    (sleep,) = re.findall(r'choose "(.+?)", or run', PAGE.read_text())
     with (
         lab(place / "lab", runtime_base, python=place / "sleeping/bin/python") as running,
         Desktop.open(chromium, place) as desktop,
@@ -94,7 +94,7 @@ def test_from_the_tutorial_to_a_kernel_that_slept_and_woke_and_back_to_nothing(r
         tab.run(0)
         tab.page.locator(".jp-CodeCell").nth(0).locator(".jp-OutputArea-output").first.wait_for()
         numbers = tab.output(0)
-        tab.choose(SLEEP)
+        tab.choose(sleep)
         tab.wait_for_phase("checkpointed")
         done("the kernel sleeps")
         listed = subprocess.run(

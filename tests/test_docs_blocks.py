@@ -35,6 +35,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from traitlets import HasTraits
 
 from jupyter_gpu_ckpt.agent.magics import PARSERS
+from jupyter_gpu_ckpt.sharing import allotments
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "labextension" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -177,8 +178,12 @@ def test_settings_that_sentences_name_exist():
 
 
 @pytest.mark.parametrize("block", of("json"))
-def test_json_is_json_and_names_a_provisioner(block):
-    provisioner = json.loads(block.text)["metadata"]["kernel_provisioner"]
+def test_json_names_a_provisioner_or_users_that_share_gpus(block):
+    document = json.loads(block.text)
+    if "metadata" not in document:
+        assert all(allotments._allotment(rights) for rights in document.values())
+        return
+    provisioner = document["metadata"]["kernel_provisioner"]
     assert provisioner["provisioner_name"] in entry_points(group="jupyter_client.kernel_provisioners").names
     for trait in provisioner.get("config", {}):
         _require_setting("GpuCkptProvisioner", trait, None)

@@ -360,6 +360,8 @@ class GpuSharing:
     # -- as a sink of the lifecycle's trace
 
     def _stepped(self, event: StepEvent) -> None:
+        if event.step == "cuda_resume":  # it may undo a suspend, of which no admission knows
+            self._measured = float("-inf")
         if event.step != "cuda_suspend" or self.participant.residence is Residence.AWAY:
             return
         now = time.monotonic()

@@ -102,10 +102,10 @@ docs: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python scripts/bench $(BENCH_ARGS)
 
-# Simulates 1,000 users on 64 GPUs and writes docs/scale.md anew; minutes.
+# Simulates 1,000 users on 64 GPUs and writes docs/scale.md anew; an hour.  ONLY=sharing: its part about shared GPUs.
 scale: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --editable '.[scale]'
-	$(BIN)/python scripts/scale
+	$(BIN)/python scripts/scale $(if $(ONLY),--only $(ONLY))
 
 # Tries frameworks and habits in real kernels and writes docs/compatibility.md anew; an hour on two cores.  Rows that need a
 # GPU: GPU_CHECK_PARTS=compatibility scripts/gpu-check.

@@ -55,8 +55,10 @@ ASLEEP = ".asleep"
 RESTORING = ".restoring"
 #: The same of a save point in which a kernel sleeps: the files that were replaced since.
 REPLACED = ".replaced"
+#: The suffix of the lock of the image that branches are restored from (`branch.turn_to_restore`).
+TURN = ".turn"
 #: All that are removed with the image.
-MARKS = (LOCK, RETIRED, ACCEPTS, ASLEEP, REPLACED, ARCHIVED, RESTORING)
+MARKS = (LOCK, RETIRED, ACCEPTS, ASLEEP, REPLACED, ARCHIVED, RESTORING, TURN)
 
 
 def mark(path: Path, suffix: str) -> Path:

@@ -44,8 +44,8 @@ PROTECT_BUDGET_S = 3600.0
 class Rules:
     """The lengths of turns in seconds; the same for all servers of a node.
 
-    ``first_turn``: of a cell's first turn.  In it end a sixth of the cells that are published of notebook clusters, and
-    95 % of those within 45 s when four kernels compete (docs/scale.md).
+    ``first_turn``: of a cell's first turn.  15 % of the cells that are published of notebook clusters end in it, and
+    95 % of those within 45 s where four kernels compete (docs/scale.md).
     ``turn``: of every further one.  A swap of 16 to 48 GiB takes 1.3 to 2.6 s (docs/measurements.md), so that kernels
     which all compute spend 2 to 4 % of the time on swaps.
     ``cut``: after so long a further turn ends for a cell that has had none.
@@ -261,10 +261,15 @@ class _Round:
         self.used = used(self.alive.values(), self.now)
         self.protectors = self._protectors()
         self.factors = {uuid: self._factor(uuid) for uuid in self.gpus}
-        self.stays = [self._stay(each) for each in self.alive.values() if each.residence is not Residence.AWAY]
+        self.stays: list[_Stay] = []
 
     def decisions(self) -> Decisions:
         waiting = [each for each in self.alive.values() if each.waiting_since is not None]
+        factors = {uuid: factor for uuid, (factor, _) in self.factors.items()}
+        there = [each for each in self.alive.values() if each.residence is not Residence.AWAY]
+        if not waiting and all(each.needs == each.resident for each in there):
+            return Decisions(factors=factors)
+        self.stays = [self._stay(each) for each in there]
         refusals = {each.kernel: refusal for each in waiting if (refusal := self._never_fits(each)) is not None}
         queue = self._queue([each for each in waiting if each.kernel not in refusals])
         planned = [self._plan(each) for each in queue]
@@ -274,7 +279,7 @@ class _Round:
             suspends=self._suspends(planned),
             waits=tuple(self._wait(planned[number], [planned[other] for other in waits]) for number in waits),
             refusals=tuple(refusals.values()),
-            factors={uuid: factor for uuid, (factor, _) in self.factors.items()},
+            factors=factors,
             next_at=self._next_at() if waits else None,
         )
 
@@ -295,7 +300,7 @@ class _Round:
         return not allowed or (each.protected and each.user in self.protectors)
 
     def _stay(self, each: Participant) -> _Stay:
-        """Return how long a kernel that is on GPUs keeps its memory there, whoever waits."""
+        """Return how long a kernel that is on GPUs keeps its memory there, although others wait."""
         moving = self.now if each.moving_since is None else each.moving_since
         if each.residence is Residence.LEAVING:
             left = max(_SOON_S, moving + each.leave_seconds - self.now)

@@ -1,4 +1,8 @@
-"""``python scripts/scale``: 1,000 users on 64 GPUs, simulated; writes the figures and plots of docs/scale.md anew."""
+"""``python scripts/scale``: 1,000 users on 64 GPUs, simulated; writes the figures and plots of docs/scale.md anew.
+
+``--only sharing`` simulates only the notebooks that share GPUs in turns; ``--replay FILE`` only a measured run of such
+notebooks, and prints its waits and swaps beside the simulated ones (`sharing_study.replay` describes the file).
+"""
 
 from __future__ import annotations
 
@@ -16,29 +20,56 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import plots  # noqa: E402
+import sharing_study  # noqa: E402
 import study  # noqa: E402
 from experiment import Result  # noqa: E402
 from move_costs import GIB, measured  # noqa: E402
 from notebook_activity import people  # noqa: E402
+from sharing_study import ClusterRun, OneGpu, Waits  # noqa: E402
 from study import Figures  # noqa: E402
 
+IMAGES = ROOT / "docs" / "images"
 BEGIN, END = "<!-- from the simulation: {} -->\n", "<!-- end -->\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    parser.add_argument("--only", choices=["cluster", "sharing"], help="simulate and write only this part of the page")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="simulate a measured run, and print both")
     options = parser.parse_args()
+    if options.replay is not None:
+        print(replayed(sharing_study.replay(options.replay)), end="")
+        return 0
+    if options.only != "cluster":
+        write(sharing(options.workers))
+    if options.only != "sharing":
+        write(cluster(options.workers))
+    return 0
+
+
+def write(parts: dict[str, str]) -> None:
+    """Put the parts in their places on the page."""
+    page = ROOT / "docs" / "scale.md"
+    text = page.read_text()
+    for name, part in parts.items():
+        before, rest = text.split(BEGIN.format(name), 1)
+        text = before + BEGIN.format(name) + part + END + rest.split(END, 1)[1]
+    page.write_text(text)
+
+
+def cluster(workers: int) -> dict[str, str]:
+    """Simulate the cluster, draw its plots, and return the parts of the page about it."""
     began = time.monotonic()
-    results = study.headline(options.workers)
+    results = study.headline(workers)
     figures = {name: study.figures(runs) for name, runs in results.items()}
-    sweeps = study.sensitivity(options.workers)
-    images = ROOT / "docs" / "images"
-    plots.gpu_time(results, images / "scale-gpu-time.svg")
-    plots.waits(results, images / "scale-waits.svg")
-    plots.storage(results, images / "scale-storage.svg")
-    plots.sensitivity(sweeps, images / "scale-sensitivity.svg")
-    parts = {
+    sweeps = study.sensitivity(workers)
+    plots.gpu_time(results, IMAGES / "scale-gpu-time.svg")
+    plots.waits(results, IMAGES / "scale-waits.svg")
+    plots.storage(results, IMAGES / "scale-storage.svg")
+    plots.sensitivity(sweeps, IMAGES / "scale-sensitivity.svg")
+    print(results_table(figures))
+    return {
         "versions": versions(time.monotonic() - began),
         "activity": activity(),
         "costs": costs(),
@@ -48,23 +79,77 @@ def main() -> int:
         "sensitivity": "\n".join(sweep_table(what, sweeps[what]) for what in sweeps),
         "sizing": sizing(results, figures),
     }
-    page = ROOT / "docs" / "scale.md"
-    text = page.read_text()
-    for name, part in parts.items():
-        before, rest = text.split(BEGIN.format(name), 1)
-        text = before + BEGIN.format(name) + part + END + rest.split(END, 1)[1]
-    page.write_text(text)
-    print(parts["results"])
-    return 0
 
 
-def versions(seconds: float) -> str:
+def sharing(workers: int) -> dict[str, str]:
+    """Simulate notebooks that share GPUs, draw their plot, and return the parts of the page about them."""
+    began = time.monotonic()
+    single, clusters = sharing_study.study(workers)
+    plots.turns(clusters, IMAGES / "scale-turns.svg")
+    parts = {
+        "sharing versions": versions(time.monotonic() - began, "make scale ONLY=sharing"),
+        "sharing one": one_gpu_table(single),
+        "sharing cluster": clusters_table(clusters),
+    }
+    print(parts["sharing one"], parts["sharing cluster"], sep="\n")
+    return parts
+
+
+def one_gpu_table(single: dict[OneGpu, Waits]) -> str:
+    """A row for each experiment with one GPU."""
+    head = (
+        "| notebooks, each with | | computes | swaps | wait for the first turn, p50 / p90 / p99 | short cells done, "
+        "p50 / p95 | time / alone | fairness |"
+    )
+    rows = [head, "|---|---|---|---|---|---|---|---|"]
+    for plan, each in single.items():
+        users = f" of {plan.users} users" if plan.users else ""
+        memory = f"{plan.gib} GiB, one fits" if plan.gib else "drawn sizes, 139 GiB"
+        rows.append(
+            f"| {plan.notebooks}{users}, {memory} | {plan.discipline} | {each.computing:.0%} | {each.swaps:.1%} | "
+            f"{' / '.join(seconds(value) for value in each.first)} | "
+            f"{' / '.join(seconds(value) for value in each.short)} | {each.stretch:.1f} | {each.fairness:.3f} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def clusters_table(clusters: dict[str, ClusterRun]) -> str:
+    """A row for each cluster of 1,000 users."""
+    head = (
+        "| | computing done, GPU-h (of demanded) | held idle, GPU-h | sittings turned away | cells at once | "
+        "waits, p50 / p99 | short cells done, p95 | swaps | kernels lost |"
+    )
+    rows = [head, "|---|---|---|---|---|---|---|---|---|"]
+    for name, run in clusters.items():
+        each = study.figures([run.result])
+        shared = bool(run.short)
+        short = seconds(study.percentile(run.short, 0.95)) if shared else ""
+        swaps = f"{run.swaps:.2%}" if shared else ""
+        rows.append(
+            f"| {name} | {each.computed:,.0f} ({each.computed / each.demanded:.0%}) | {each.idle:,.0f} | "
+            f"{each.turned_away:.1%} | {each.cells_at_once:.0%} | {seconds(each.wait_p50)} / {seconds(each.wait_p99)} "
+            f"| {short} | {swaps} | {each.lost:,.0f} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def replayed(found: dict[str, dict[str, float]]) -> str:
+    """A line for each figure: measured, simulated, and how much the simulation is off."""
+    lines = [f"{'':26}{'measured':>12}{'simulated':>12}{'difference':>12}"]
+    for name, real in found["measured"].items():
+        made = found["simulated"][name]
+        difference = f"{(made - real) / real:+.0%}" if real else ""
+        lines.append(f"{name:26}{real:12.3f}{made:12.3f}{difference:>12}")
+    return "\n".join(lines) + "\n"
+
+
+def versions(seconds: float, command: str = "make scale") -> str:
     """Date and versions of this run."""
     names = ("jupyter_gpu_ckpt", "simpy", "matplotlib")
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     today = datetime.date.today().isoformat()
     return (
-        f"`make scale`, {today}: {packages}, Python {platform.python_version()}; it took {seconds / 60:.0f} minutes.\n"
+        f"`{command}`, {today}: {packages}, Python {platform.python_version()}; it took {seconds / 60:.0f} minutes.\n"
     )
 
 
@@ -171,7 +256,7 @@ def sweep_table(what: str, sweep: plots.Sweep) -> str:
     """A row for each value."""
     label, form = LABELS[what]
     head = (
-        f"| {label} | | turned away | wait p50 / p99 | waits > 10 s for a GPU | cells that start at once | "
+        f"| {label} | | turned away | wait p50 / p99 | waits > 10 s for a GPU | cells at once | "
         "held idle, GPU-h | images, most | host memory of a node, most | refused for lack of it |"
     )
     rows = [head, "|---|---|---|---|---|---|---|---|---|---|"]

@@ -8,6 +8,7 @@ import matplotlib as mpl
 from experiment import Result, Use
 from move_costs import GIB
 from notebook_activity import HOUR, WEEK
+from sharing_study import ClusterRun
 from study import AWAY, HOSTS_AWAY, Figures, percentile
 
 mpl.use("svg")
@@ -59,6 +60,34 @@ def waits(results: dict[str, list[Result]], path: Path) -> None:
     axes.set_ylabel("share that waits no longer")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    _save(figure, path)
+
+
+def turns(clusters: dict[str, ClusterRun], path: Path) -> None:
+    """Plot the use of the GPUs and the waits of 1,000 users, with shared GPUs and without."""
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8.5, 6.2), layout="constrained", height_ratios=(2, 3))
+    left = [0.0] * len(clusters)
+    for use, colour in COLOURS.items():
+        hours = [run.result.gpu[use] / HOUR / (run.result.measured / WEEK) for run in clusters.values()]
+        above.barh(list(clusters), hours, left=left, color=colour, label=use.value)
+        left = [before + each for before, each in zip(left, hours, strict=True)]
+    above.invert_yaxis()
+    above.set_xlabel("GPU-hours in a week (64 GPUs: 10,752)")
+    above.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=8)
+    for name, run in clusters.items():
+        # Cells that do not wait are below the axis: the curve begins with their share.
+        none = [0.0] * max(0, run.result.cells - len(run.result.wakes))
+        seconds = none + sorted(max(0.05, wake.seconds) for wake in run.result.wakes)
+        shares = [number / 400 for number in range(401)]
+        below.plot([max(0.05, percentile(seconds, share)) for share in shares], shares, label=name, linewidth=1.4)
+    below.set_xscale("log")
+    below.set_xlim(0.05, 3600)
+    below.set_ylim(0, 1)
+    below.set_xticks([0.1, 1, 10, 60, 300, 1800], ["0.1 s", "1 s", "10 s", "1 min", "5 min", "30 min"])
+    below.set_xlabel("wait of a cell for a GPU; after 30 minutes people give up")
+    below.set_ylabel("share of cells that wait no longer")
+    below.grid(alpha=0.3)
+    below.legend(loc="lower right", frameon=False, fontsize=8)
     _save(figure, path)
 
 

@@ -191,7 +191,8 @@ class SharedGpus:
         return used(self.records.values(), self.env.now)
 
     def settle(self) -> None:
-        """Decide and obey until nothing is left to do now."""
+        """Count the time until now; decide and obey until nothing is left to do now."""
+        self._advance()
         while True:
             decisions = decide(self.seen(self.snapshot()))
             done = [self._grant(grant.kernel, grant.gpus, grant.turn) for grant in decisions.grants]
@@ -207,7 +208,6 @@ class SharedGpus:
     def _look(self, due: float) -> None:
         if self._due == due:
             self._due = None
-            self._advance()
             self.settle()
 
     def _grant(self, kernel: str, gpus: tuple[str, ...], turn: Any) -> bool:

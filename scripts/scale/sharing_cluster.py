@@ -52,6 +52,7 @@ class SharingCluster(Cluster):
         result = super().run()
         result.gpu.clear()
         for share in self.shares:
+            share.settle()
             result.gpu.update(share.totals.uses)
             result.crowded += share.totals.crowded
         return result

@@ -31,7 +31,7 @@ from jupyter_gpu_ckpt.sharing.policy import NodeSnapshot, Rules
 #: A cell is short that takes no longer alone.
 SHORT = 30.0
 #: Simulated hours of one GPU.
-HOURS = 300.0
+HOURS = 100.0
 DISCIPLINES: dict[str, Callable[[NodeSnapshot], NodeSnapshot]] = {
     "each cell to its end": to_completion,
     "round robin, 60 s": round_robin,
@@ -122,10 +122,10 @@ def jain(shares: Sequence[float]) -> float:
     return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares)) if any(shares) else 1.0
 
 
-#: Four and eight notebooks that do not fit together, in sizes from the median of `Habits` up; then with drawn sizes.
+#: Four and eight notebooks that do not fit together; two users, of whom one has three of them; drawn sizes.
 PLANS: tuple[OneGpu, ...] = (
-    *(OneGpu(number, gib, name) for number, gib, name in itertools.product((4, 8), (16,), DISCIPLINES)),
-    *(OneGpu(number, gib) for number, gib in itertools.product((4, 8), (48, 96))),
+    *(OneGpu(number, 16, name) for number, name in itertools.product((4, 8), DISCIPLINES)),
+    *(OneGpu(number, 48) for number in (4, 8)),
     OneGpu(4, 16, users=2),
     *(OneGpu(number, 0) for number in (4, 8, 16)),
 )
@@ -180,11 +180,12 @@ def replay(path: Path) -> dict[str, Any]:
     `Rules`, all by default), ``kernels``: each with ``kernel``, ``user``, ``gpus``, ``needs``, ``leave_seconds`` and
     ``arrive_seconds`` (lists: every move that was measured) and ``cells``: ``touched``, ``started``, ``ended`` (seconds
     from the begin of the run) and ``seconds`` (how long it computes alone).  A pause is what lies between the end of a
-    cell and the next one's touch, whatever the waits are.
+    cell and the next one's touch, whatever the waits are.  Short cells are those that end in a first turn if alone.
     """
     run = json.loads(path.read_text())
     env = simpy.Environment()
-    node = SharedGpus(env, run["gpus"], rules=Rules(**run.get("rules", {})))
+    rules = Rules(**run.get("rules", {}))
+    node = SharedGpus(env, run["gpus"], rules=rules)
     ran: list[Ran] = []
     moves = 0.0
 
@@ -217,13 +218,13 @@ def replay(path: Path) -> dict[str, Any]:
     return {
         "measured": _compared(
             [cell["started"] - cell["touched"] for cell in cells],
-            [cell["ended"] - cell["touched"] for cell in cells if cell["seconds"] <= SHORT],
+            [cell["ended"] - cell["touched"] for cell in cells if cell["seconds"] <= rules.first_turn],
             moves / run["seconds"] / len(run["gpus"]),
             run["seconds"],
         ),
         "simulated": _compared(
             [each.started - each.touched for each in ran if each.started is not None],
-            [each.ended - each.touched for each in ran if each.seconds <= SHORT],
+            [each.ended - each.touched for each in ran if each.seconds <= rules.first_turn],
             sum(node.totals.swaps.values()) / env.now / len(run["gpus"]),
             env.now,
         ),

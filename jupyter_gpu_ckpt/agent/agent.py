@@ -34,6 +34,7 @@ touched, but in a branch that asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -86,6 +87,9 @@ class Agent:
         self.magics.register()
         probes.probe([], "trackers", self._trackers.watch, None)
         self._notices: list[str] = []
+        self._shell.input_transformers_cleanup.append(unmarked)
+        if os.environ.pop("JUPYTER_GPU_CKPT_SAVE_AFTER_CELLS", ""):
+            self._shell.events.register("post_run_cell", self._save_after_cell)
         self._notify(os.environ.pop("JUPYTER_GPU_CKPT_NOTICE", ""))  # not for the programs that this kernel starts
 
     def _notify(self, notice: str) -> None:
@@ -100,8 +104,20 @@ class Agent:
         print(*self._notices, sep="\n", file=sys.stderr, flush=True)
         self._notices.clear()
 
+    def _save_after_cell(self, result: Any) -> None:
+        """Called from IPython after each cell that is not silent; one that has requested something has its own save."""
+        requested, self.server.scheduled_in_cell = self.server.scheduled_in_cell, False
+        if not requested:
+            with contextlib.suppress(Exception):  # a kernel without a gate
+                self.server.schedule("save_automatically", why="after a cell")
+                self.server.scheduled_in_cell = False
+
     def unregister(self) -> None:
         """Called from `unload_ipython_extension`."""
+        with contextlib.suppress(ValueError):
+            self._shell.events.unregister("post_run_cell", self._save_after_cell)
+        with contextlib.suppress(ValueError):
+            self._shell.input_transformers_cleanup.remove(unmarked)
         self._undo_quiesce([])
         for verb in self._verbs:
             self._kernel.shell_handlers.pop(f"gpu_ckpt_{verb}_request", None)
@@ -242,6 +258,14 @@ class Agent:
     def _on_cell(self) -> None:
         """Called from IPython before a cell runs; after a thaw it is not registered any more."""
         self._undo_quiesce([])
+
+
+def unmarked(lines: list[str]) -> list[str]:
+    """Remove the first line of a cell that is marked as risky: the gate has had a save point made before it."""
+    first = next((number for number, line in enumerate(lines) if line.strip()), 0)
+    if lines and lines[first].split() == ["%%risky"]:
+        return [*lines[:first], "\n", *lines[first + 1 :]]
+    return lines
 
 
 def load_ipython_extension(ip: Any) -> None:

@@ -23,7 +23,11 @@ from .server_channel import RequestRefused, ServerChannel, limits_explained
 from .tensors import human
 
 #: Why the user sees an error, by the verb that failed after the cell.
-_FAILED = {"save": "No save point was made.", "back": "This kernel did not go back."}
+_FAILED = {
+    "save": "No save point was made.",
+    "save_automatically": "No save point was made.",
+    "back": "This kernel did not go back.",
+}
 _ASLEEP = "This kernel was not put to sleep."
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 

@@ -88,8 +88,8 @@ class ServerChannel:
         self.kernel_id = ""
         #: What to do with a reply, by the id of its request; called on the control thread.
         self._waiting: dict[str, Callable[[dict[str, Any]], None]] = {}
-        #: The verb that was scheduled last.
-        self.scheduled = ""
+        #: The verb that was scheduled last, and whether by the cell that runs.
+        self.scheduled, self.scheduled_in_cell = "", False
         #: Why it failed.
         self.failure: RequestRefused | None = None
         #: Called without arguments, on the control thread, when there is a new `failure`.
@@ -117,7 +117,7 @@ class ServerChannel:
 
     def schedule(self, verb: str, **content: Any) -> None:
         """Have ``verb`` (one without ``now``) run when the current cell has ended; see `failure`."""
-        self.failure, self.scheduled = None, verb
+        self.failure, self.scheduled, self.scheduled_in_cell = None, verb, True
         self._send({"verb": verb, **content})
 
     def request(self, verb: str, **content: Any) -> dict[str, Any]:

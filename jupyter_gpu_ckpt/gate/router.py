@@ -38,7 +38,10 @@ _PROBE_EVERY = 0.05  # seconds between the probes of a fresh connection
 _UNREAD, _LONGEST_UNREAD = 0.5, 30.0
 
 # Requested by a cell, these are done between that cell and the next request of its client.
-_QUEUEING_VERBS = frozenset({"suspend", "checkpoint", "save", "back"})
+_QUEUEING_VERBS = frozenset({"suspend", "checkpoint", "save", "back", "save_automatically"})
+
+# The first line of a cell before which a save point is made.
+RISKY = "%%risky"
 
 # So many pending requests stop the reading of new ones: ZMQ then blocks the sender, as the kernel itself would have.
 _MAX_PENDING = 10_000
@@ -472,6 +475,8 @@ class Router:
         # sending: to a message that then turns out wrong no answer is expected, and the kernel does with it what it
         # would without a gate.
         wire.require_signed(self._verifier, frames)
+        if any(RISKY.encode() in frame for frame in frames) and self._precede(channel, frames):
+            return
         wire.send(self._back[channel], frames)
         try:
             request = wire.read_request(self._verifier, channel, frames)
@@ -479,6 +484,17 @@ class Router:
             self._log.warning("gate: no answer is expected to a message on client %s: %s", channel, error)
             return
         self._forwarded(request)
+
+    def _precede(self, channel: str, frames: list[bytes]) -> bool:
+        """Queue a cell that is marked as risky, and have a save point made before it; return whether it is one."""
+        request = wire.read_request(self._verifier, channel, frames)
+        code = request.content.get("code") if request.msg_type == "execute_request" else None
+        if not isinstance(code, str) or not code.lstrip().startswith(RISKY):
+            return False
+        self.state = GateState.DRAINING  # as for a cell with a request: see `_pass_agent_requests`
+        self._handle_request(request)
+        self._notify(self._on_agent_request, {"verb": "save_automatically", "why": "before a risky cell"})
+        return True
 
     def _handle_request(self, request: Request) -> None:
         kind = request.msg_type

@@ -21,14 +21,10 @@ from filelock import FileLock
 from ..criu import images as image_files
 from ..errors import ImageArchived
 from ..files.disk import mapped_errors
-from ..node.facts import file_facts
-from . import kept_files, layout, lease, links, verify
+from . import layout, lease, links, verify
 from .image import Image
 from .save_point import SavePoint
 from .store import Store
-
-#: What a link to a file leaves as it is.
-_UNCHANGED = ("device", "inode", "size", "mtime", "mode")
 
 #: Seconds to wait for others that copy or restore the source.
 _TIMEOUT = 120.0
@@ -53,19 +49,6 @@ class NewKernel:
         """Return the manifest's facts about where the image comes from."""
         kernel_id = source.manifest.kernel_id
         return {"image": source.id, "kernel_id": kernel_id, "reseed": self.reseed, "is_template": self.is_template}
-
-
-def _files(source: Image) -> dict[str, Any]:
-    """Return the files of the source's fingerprint; those that save points have linked, with the time of the last link.
-
-    A link changes a file's time of its last change of any kind, and nothing else.
-    """
-    files = dict(source.manifest.fingerprint.get("files", {}))
-    for path, kept in kept_files.of_image(source).items():
-        was, now = files.get(path), file_facts(path) if kept.link else None
-        if was is not None and now is not None and all(was.get(name) == now[name] for name in _UNCHANGED):
-            files[path] = {**was, "ctime": now["ctime"]}
-    return files
 
 
 @contextlib.contextmanager
@@ -123,7 +106,7 @@ def copy(store: Store, source: Image, kernel: NewKernel, keep_as: SavePoint | No
                     generation=store.generations.next_generation(kernel.kernel_id, 0),
                     # Others have them, and the branch gets others; shared memory is the source's to remove.
                     report={**manifest.report, "tracked": []},
-                    fingerprint={**manifest.fingerprint, "files": _files(source), "ports": [], "sockets": []},
+                    fingerprint={**manifest.fingerprint, "ports": [], "sockets": []},
                     branched_from=kernel.origin(source),
                     save_point=keep_as.as_dict() if keep_as is not None else None,
                 )

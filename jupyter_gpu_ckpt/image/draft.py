@@ -184,7 +184,6 @@ class Draft:
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
             layout.mark(self.target, layout.ASLEEP).unlink(missing_ok=True)
-        shutil.rmtree(self.target.with_name(f"{layout.LINKED}{self.id}"), ignore_errors=True)
         self._unlock()
 
     def _unlock(self) -> None:

@@ -55,8 +55,6 @@ ASLEEP = ".asleep"
 RESTORING = ".restoring"
 #: The same of a save point in which a kernel sleeps: the files that were replaced since.
 REPLACED = ".replaced"
-#: The prefix of a directory with hard links to files that a save point needs.
-LINKED = ".kept-"
 #: The suffix of the lock of the image that branches are restored from (`branch.turn_to_restore`).
 TURN = ".turn"
 #: All that are removed with the image.

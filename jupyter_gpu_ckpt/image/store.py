@@ -256,8 +256,6 @@ class Store:
                 if layout.mark(path, layout.RESTORING).exists():
                     links.remove_ghosts(images.ghost_names(deleted / layout.CRIU))
             before_delete(deleted)
-            if (kept := self.root / f"{layout.LINKED}{path.name}").exists():
-                shutil.rmtree(kept, ignore_errors=True)
             shutil.rmtree(deleted, ignore_errors=True)  # a sweep may have come upon it already
             # Under the lease: the next process makes a lock file of its own and sees that there is no image.
             for suffix in layout.MARKS:
@@ -332,10 +330,6 @@ class Store:
                     shutil.rmtree(path, ignore_errors=True)
                     swept += 1
                 Path(lock.lock_file).unlink(missing_ok=True)
-        for kept in self.root.glob(f"{layout.LINKED}*"):
-            id = kept.name.removeprefix(layout.LINKED)
-            if not (self.root / id).exists() and not (self.root / f"{layout.DRAFT}{id}").exists():
-                shutil.rmtree(kept, ignore_errors=True)
         for reservation in self.root.glob(f"{layout.DRAFT}*{layout.RESERVATION}"):
             if not reservation.with_name(reservation.name.removesuffix(layout.RESERVATION)).exists():
                 reservation.unlink(missing_ok=True)

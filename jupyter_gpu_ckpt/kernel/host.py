@@ -23,7 +23,7 @@ from jupyter_client.connect import LocalPortCache
 
 from ..capsule.capsule import Capsule
 from ..cuda import fastpath
-from ..errors import CapsuleGone, GpuCkptError, KernelUnfit
+from ..errors import BadRequest, CapsuleGone, GpuCkptError, KernelUnfit
 from ..files.atomic import write_atomically
 from ..gate.gate import Gate, GateState
 from ..image import branch
@@ -37,7 +37,7 @@ from ..lifecycle.plans import State
 from ..lifecycle.settings import LifecycleSettings
 from ..process import descriptors
 from ..trace import Sink, StepEvent, Trace
-from . import branching
+from . import automatic_saves, branching
 from .agent_injection import NOTICE, rewrite
 from .agent_requests import AgentRequests
 from .directories import make_runtime_dir, short_socket_path, writing
@@ -272,6 +272,10 @@ class KernelHost:
         self.gate.publish("status", {"execution_state": "idle"})
 
     def _launch(self, engine: Engine, launch: Launch) -> None:
+        previous = self.lifecycle or self.last
+        if previous is not None and previous.kernel.died and NOTICE not in launch.env:
+            notice = automatic_saves.offer(engine.store, self.kernel_id, previous.kernel.exit_status)
+            launch = dataclasses.replace(launch, env={**launch.env, NOTICE: notice}) if notice else launch
         if self._registration is None:
             reap(launch.base)
             lost = claim_lost(launch.base, self.kernel_id, launch.env.get("JPY_SESSION_NAME", ""))
@@ -643,6 +647,7 @@ class KernelHost:
             "suspend": lifecycle.suspend,
             "checkpoint": lifecycle.checkpoint,
             "save": lambda: lifecycle.save(SavePoint(name), notebook()),
+            "save_automatically": lambda: self._save_automatically(lifecycle, str(content.get("why"))),
             "back": lambda: lifecycle.back(name, going_back.require_choice(content.get("files")), notebook()),
         }
         verb = str(content.get("verb"))
@@ -661,6 +666,19 @@ class KernelHost:
     def _shut_down(self, lifecycle: Lifecycle, restart: bool) -> None:
         lifecycle.terminate()
         self._owner.keep_or_discard_image(lifecycle, restart)
+
+    def _save_automatically(self, lifecycle: Lifecycle, why: str) -> None:
+        """Make an automatic save point.  After each cell nobody is interrupted by a report that it failed."""
+        if why not in automatic_saves.REASONS:
+            raise BadRequest("The kernel requested a save point for a reason that there is not.")
+        try:
+            automatic_saves.save(lifecycle, why, self._owner.notebook())
+        except GpuCkptError as error:
+            if why != automatic_saves.CELL:
+                raise
+            self._log.info("Kernel %s has no save point after its cell: %s", self.kernel_id, error.code)
+            if self.gate is not None and self.gate.state is GateState.DRAINING:
+                self.gate.release()
 
     def _report_branch(self, gate: Gate, kernel_id: str, error: GpuCkptError | None) -> None:
         """Tell the user of a requested branch, in the next cell, which kernel it is or why there is none."""

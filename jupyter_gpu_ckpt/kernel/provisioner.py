@@ -42,7 +42,7 @@ from ..lifecycle.rates import RATES
 from ..lifecycle.settings import REFRESHED, LifecycleSettings
 from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
-from . import branching
+from . import automatic_saves, branching
 from .agent_injection import NOTICE, PLAIN, rewrite
 from .agent_requests import AgentRequests
 from .branching import BranchPlan
@@ -51,6 +51,9 @@ from .engine import shared_engine, with_own_store
 from .gpu_sharing import GpuSharing
 from .host import UNFIT, BranchPoint, KernelHost, Launch
 from .orphans import Orphan, find_orphan, newest_images, not_attached_notice
+
+#: Seconds that a restart waits for the save point before it.
+_RESTART_WAITS = 10.0
 
 
 class GpuCkptProvisioner(LocalProvisioner):
@@ -145,6 +148,23 @@ class GpuCkptProvisioner(LocalProvisioner):
         5,
         min=1,
         help="How many automatic save points of a kernel are kept, the newest. Those that a user has named stay.",
+    ).tag(config=True)
+    save_before_restarts = Int(
+        1 << 30,
+        min=0,
+        help="A restart from the server leaves an automatic save point of an idle kernel with at most so many bytes, "
+        "device memory included: a restart by mistake can be undone. 0: never. By default 1 GiB, which takes about a "
+        "second; larger kernels are often restarted to free memory, and would have the restart wait for the disk.",
+    ).tag(config=True)
+    save_after_cells = Bool(
+        False,
+        help="Make an automatic save point after each cell. The next cell waits for it, and each writes an image.",
+    ).tag(config=True)
+    save_when_idle = Float(
+        0.0,
+        min=0.0,
+        help="Minutes without a cell after which the server makes an automatic save point, once until the kernel is "
+        "used again; 0: never.",
     ).tag(config=True)
     save_point_file_bytes = Int(
         256 << 20,
@@ -322,6 +342,30 @@ class GpuCkptProvisioner(LocalProvisioner):
         image = await self.branch_image(name)
         return await asyncio.to_thread(branching.plan, lifecycle.engine.store, image)
 
+    async def save_automatically(self, why: str) -> Image:
+        """Make an automatic save point, for a reason of `automatic_saves`.  After failure the kernel is as it was."""
+
+        def save(why: str) -> Image:
+            return automatic_saves.save(self._checkpointable(), why, self.document())
+
+        return await self._host.worker.verb("save_automatically", save, why)
+
+    async def save_before_restart(self) -> None:
+        """Called from the server before a restart: leave a save point of an idle kernel that is not too large.
+
+        Never raises, and takes a few seconds at most: the user wants another kernel.
+        """
+        lifecycle, gate = self.lifecycle, self.gate
+        if not self.save_before_restarts or lifecycle is None or gate is None or gate.under_way.cells:
+            return
+        if lifecycle.state not in (State.RUNNING, State.SUSPENDED):
+            return
+        try:
+            if await asyncio.to_thread(automatic_saves.size, lifecycle) <= self.save_before_restarts:
+                await asyncio.wait_for(self.save_automatically(automatic_saves.RESTART), _RESTART_WAITS)
+        except (GpuCkptError, TimeoutError, asyncio.TimeoutError) as error:
+            self.log.info("Kernel %s is restarted without a save point: %s", self.kernel_id, type(error).__name__)
+
     async def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
         """Go back to the save point of this name, with the same id and connections; messages wait meanwhile.
 
@@ -494,6 +538,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         info: dict[str, Any] = dict(self.connection_info)
         front = {name: value.decode("ascii") if isinstance(value, bytes) else value for name, value in info.items()}
         env = dict(kwargs.get("env") or os.environ)
+        if self.save_after_cells:
+            env[automatic_saves.AFTER_CELLS] = "1"
         if self.encryption_key.startswith("env:"):
             env.pop(self.encryption_key.removeprefix("env:"), None)  # else the key would be in the image
         return Launch(

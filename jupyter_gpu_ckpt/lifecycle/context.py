@@ -240,6 +240,8 @@ class KernelState:
     #: The save point that was made last.
     save_point: Image | None = None
     exit_status: int | None = None
+    #: Whether the process ended by itself, or was killed.
+    died: bool = False
     #: Whether its owner has sent it the request to end, which it follows by itself.
     end_requested: bool = False
     saved: Saved = field(default_factory=Saved)

@@ -225,11 +225,10 @@ def _keep_files(attempt: Attempt, draft: Draft) -> None:
     """Keep the files that the stopped processes use, for a save point."""
     if attempt.save_point is None:
         return
-    directory, links = draft.criu_directory / layout.KEPT, kept_files.links_directory(draft.target)
     shared = (attempt.kernel.saved.report.get("summary") or {}).get("shared") or []
     files = {path: facts for path, facts in attempt.fingerprint.get("files", {}).items() if path not in shared}
     most = min(attempt.kernel.settings.kept_file_bytes, max(0, attempt.kernel.engine.store.free() - preflight.MARGIN))
-    attempt.kept = kept_files.keep(files, attempt.also_keep, directory, links, most)
+    attempt.kept = kept_files.keep(files, attempt.also_keep, draft.criu_directory / layout.KEPT, most)
 
 
 @contextlib.contextmanager

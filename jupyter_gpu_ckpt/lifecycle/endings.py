@@ -113,7 +113,7 @@ def notice_death(kernel: KernelState, quiet: bool = False) -> None:
 
 def record_exit(kernel: KernelState, status: int) -> None:
     """Record that the process has ended, with that exit status; its image, if there is one, is retired."""
-    kernel.exit_status = status
+    kernel.exit_status, kernel.died = status, not kernel.is_being_ended
     if kernel.capsule is not None:
         if kernel.image is None:
             kernel.capsule.wait_for_cleanup()

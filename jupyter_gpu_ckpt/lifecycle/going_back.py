@@ -123,10 +123,10 @@ def put_files_back(image: Image, paths: Iterable[str], files: Readable, present:
     if present is not None:
         with mapped_errors(present.path.parent):
             write_atomically(layout.mark(present.path, layout.REPLACED), json.dumps(paths), durable=True)
-    directory, links = files.criu_directory / layout.KEPT, kept_files.links_directory(image.path)
+    directory = files.criu_directory / layout.KEPT
     for path in paths:
         try:
-            kept_files.put_back(path, kept[path], directory, links)
+            kept_files.put_back(path, kept[path], directory)
         except OSError as error:
             raise MissingFile(f"{path} cannot be put back: {error.strerror}.", culprit=path) from error
 

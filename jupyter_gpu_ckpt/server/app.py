@@ -37,6 +37,7 @@ from .events import Events, Log
 from .gpu_usage import GpuUsage
 from .handlers import HANDLERS
 from .idle.loop import IdlePolicy
+from .idle_saves import IdleSaves
 from .jobs import Jobs
 from .kernel_manager import CheckpointKernelManager, CheckpointKernelManagerMixin
 from .metrics import Metrics
@@ -113,6 +114,7 @@ class GpuCkptApp(ExtensionApp):
         self.usage = GpuUsage(self.provisioners, self.monitor, self.store.named, events.usage, parent=self)
         self._publisher = Publisher(self.store, os.environ.get(VARIABLE, ""), self.serverapp.log)
         self.monitor.listeners += [Log(self.serverapp.log), events, self._metrics, self.usage, self._publisher]
+        self._idle_saves = IdleSaves(self.provisioners)
         self.idle = IdlePolicy(self.provisioners, announce=self._announce, parent=self)
         self.cold = ColdTier(self.store, provisioner.archive_url, provisioner.archive_after, self.serverapp.log)
         self.branches = Branches(self.serverapp, self.store)
@@ -190,6 +192,7 @@ class GpuCkptApp(ExtensionApp):
             # in the middle of its loop and stop nothing.
             signal.signal(signal.SIGINT, lambda number, frame: serverapp.stop(from_signal=True))
         self.idle.start()
+        self._idle_saves.start()
         self.cold.start()
         self.usage.start()
         self._publisher.start()
@@ -206,6 +209,7 @@ class GpuCkptApp(ExtensionApp):
         try:
             await self.usage.stop()
             await self.idle.stop()
+            await self._idle_saves.stop()
             await self.cold.stop()
             await self.persistence.stop()
             await self._publisher.stop()

@@ -177,6 +177,8 @@ class CheckpointKernelManagerMixin(_Base):
     async def restart_kernel(self, kernel_id: str, now: bool = False) -> Any:  # type: ignore[override]
         """Called from REST."""
         async with self._lock(kernel_id):
+            if (provisioner := self.provisioner_of(kernel_id)) is not None:
+                await provisioner.save_before_restart()
             return await super().restart_kernel(kernel_id, now=now)
 
     def _lock(self, kernel_id: str) -> asyncio.Lock:

@@ -291,5 +291,6 @@ def test_expected_bytes_follow_what_a_step_moves():
         Step.CUDA_RESUME: 3,
         Step.DUMP: 4,
         Step.PUBLISH: 4,
+        Step.KEEP: 4,
         Step.CRIU_RESTORE: 4,
     }

@@ -1,0 +1,48 @@
+"""Save points that nobody has named: before a restart or a risky cell, after each cell, while a kernel is idle.
+
+A kernel keeps its newest ones (`LifecycleSettings.automatic_save_points`).
+"""
+
+from __future__ import annotations
+
+import time
+
+from ..image import save_point
+from ..image.image import Image
+from ..image.save_point import SavePoint
+from ..image.store import Store
+from ..lifecycle import going_back, host_memory
+from ..lifecycle.lifecycle import Lifecycle
+
+#: Of a kernel's agent, a variable that has it request a save after each cell.
+AFTER_CELLS = "JUPYTER_GPU_CKPT_SAVE_AFTER_CELLS"
+#: Reasons, as they begin the names of save points.
+RESTART, RISKY, CELL, IDLE = "before a restart", "before a risky cell", "after a cell", "idle"
+REASONS = frozenset({RESTART, RISKY, CELL, IDLE})
+
+
+def save(lifecycle: Lifecycle, why: str, notebook: bytes | None) -> Image:
+    """Make an automatic save point, and delete those that are too many.  Raises as `Lifecycle.save`."""
+    name = going_back.automatic_name(why, lifecycle.engine.store.images(), lifecycle.home.kernel_id)
+    image = lifecycle.save(SavePoint(name, automatic=True), notebook)
+    going_back.thin_out(lifecycle.kernel)
+    return image
+
+
+def size(lifecycle: Lifecycle) -> int:
+    """Return the bytes that a save point of a kernel may have, host and device memory.  Raises `GpuCkptError`."""
+    return host_memory.resident(lifecycle.kernel) + sum(host_memory.device_bytes(lifecycle.kernel).values())
+
+
+def offer(store: Store, kernel_id: str, status: int | None) -> str:
+    """Return what the user of a kernel reads that has taken the place of one that died; empty without save points."""
+    points = save_point.of_kernel(store.images(), kernel_id)
+    if not points:
+        return ""
+    name, image = list(points.items())[-1]
+    at = time.strftime("%H:%M", time.localtime(image.manifest.created))
+    how = f"was ended by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
+    return (
+        f"The kernel {how}; this is a fresh one. Its last save point is from {at}; to go back to it: "
+        f"%gpu_checkpoint --back {name!r}"
+    )

@@ -1,0 +1,107 @@
+"""Save points that nobody has named: when they are made, what they are good for, and how many are kept."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from harness import notebook
+from harness import until as until_async
+from live import server, until
+
+from jupyter_gpu_ckpt.image import save_point
+
+CONFIG = """
+from jupyter_gpu_ckpt.server import idle_saves
+idle_saves.INTERVAL = 0.1
+c.GpuCkptProvisioner.save_when_idle = 0.01
+c.GpuCkptProvisioner.automatic_save_points = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def living(tmp_path_factory, module_runtime_base, criu_binary):
+    with server(tmp_path_factory.mktemp("automatic"), module_runtime_base) as running:
+        yield running
+
+
+def saves(living, kernel_id: str) -> list[str]:
+    """The reasons of the kernel's save points, oldest first."""
+    found = living.get(f"gpu-ckpt/kernels/{kernel_id}/saves")
+    assert all(each["automatic"] for each in found)
+    return [each["name"].rpartition(" 20")[0] for each in found]
+
+
+def said(living, kernel_id: str) -> str:
+    """Return the output of the first cell of a restarted kernel; empty while it is being restarted."""
+    with contextlib.suppress(AssertionError):
+        return str(living.run(kernel_id, "pass"))
+    return ""
+
+
+def newest(living, kernel_id: str) -> str:
+    return str(living.get(f"gpu-ckpt/kernels/{kernel_id}/saves")[-1]["name"])
+
+
+def test_a_restart_can_be_undone(living):
+    kernel_id = living.start_kernel()
+    living.run(kernel_id, "x = 41")
+    assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
+    assert living.run(kernel_id, "print('x' in dir())") == "False"
+    assert saves(living, kernel_id) == ["before a restart"]
+    assert living.do(kernel_id, "back", {"name": newest(living, kernel_id)})["error"] is None
+    assert living.run(kernel_id, "print(x + 1)") == "42"
+    assert saves(living, kernel_id) == ["before a restart", "before going back"]
+
+
+def test_a_busy_kernel_is_restarted_at_once(living):
+    kernel_id = living.start_kernel()
+    with living.busy(kernel_id):
+        assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
+    assert saves(living, kernel_id) == []
+
+
+def test_before_a_risky_cell_there_is_a_save_point_and_a_kernel_that_dies_in_it_offers_that(living):
+    kernel_id = living.start_kernel()
+    living.run(kernel_id, "x = 41")
+    assert living.run(kernel_id, "\n%%risky\nx += 1\nprint(x)") == "42"
+    until(lambda: saves(living, kernel_id) == ["before a risky cell"])  # the cell runs while it is published
+    assert living.run(kernel_id, "print('%%risky is no mark here')") == "%%risky is no mark here"
+    with living.client(kernel_id) as client:
+        client.execute("%%risky\nimport os; os._exit(3)")
+        until(lambda: len(saves(living, kernel_id)) == 2)
+    offered = until(lambda: said(living, kernel_id))
+    assert "ended with status 3" in offered
+    assert f"%gpu_checkpoint --back {newest(living, kernel_id)!r}" in offered
+    assert living.do(kernel_id, "back", {"name": newest(living, kernel_id)})["error"] is None
+    assert living.run(kernel_id, "print(x)") == "42"
+
+
+def test_an_idle_kernel_is_saved_once_until_it_is_used_again(tmp_path, runtime_base, criu_binary):
+    with server(tmp_path, runtime_base, config=CONFIG) as living:
+        kernel_id = living.start_kernel()
+        for number in range(1, 5):
+            living.run(kernel_id, f"x = {number}")
+            until(lambda number=number: saves_of(living, kernel_id, number))
+        assert saves(living, kernel_id) == ["idle"] * 3
+        assert [each["cell"] for each in living.get(f"gpu-ckpt/kernels/{kernel_id}/saves")] == [2, 3, 4]
+
+
+def saves_of(living, kernel_id: str, cell: int) -> bool:
+    return cell in [each["cell"] for each in living.get(f"gpu-ckpt/kernels/{kernel_id}/saves")]
+
+
+async def test_after_each_cell(tmp_path, runtime_base, criu_binary):
+    async with notebook(tmp_path, runtime_base, save_after_cells=True, automatic_save_points=2) as kernel:
+        for number in range(4):
+            await kernel.run(f"x = {number}")
+        store, id = kernel.lifecycle.engine.store, kernel.provisioner.kernel_id
+
+        def cells() -> dict[int, str]:
+            points = map(save_point.of_image, save_point.of_kernel(store.images(), id).values())
+            return {point.cell: point.name for point in points if point is not None}
+
+        await until_async(lambda: list(cells()) == [3, 4])
+        assert {name.rpartition(" 20")[0] for name in cells().values()} == {"after a cell"}
+        await kernel.provisioner.back(cells()[3])
+        assert await kernel.run("print(x)") == "2"

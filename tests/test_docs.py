@@ -112,3 +112,23 @@ def test_no_paragraph_is_longer_than_a_reader_follows():
         for block in re.split(r"\n\s*\n", text):
             for paragraph in re.split(r"\n(?=\s*(?:[-*|]|\d+\.)\s)", block):
                 assert paragraph.lstrip().startswith("|") or len(" ".join(paragraph.split())) <= 600, (page, paragraph)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_heading_and_no_paragraph_stands_twice_on_a_page(document):
+    """As after a merge of two branches that have moved a section."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ .+$", text, re.MULTILINE)
+    paragraphs = [block for block in text.split("\n\n") if len(block) > 100]
+    for parts in (headings, paragraphs):
+        assert sorted(parts) == sorted(set(parts)), {part[:60] for part in parts if parts.count(part) > 1}
+
+
+def test_usage_has_the_words_of_each_state_that_is_lost_and_documented():
+    """What `tests/zoo` finds changed after a wake and lets pass because the page says so."""
+    section = (ROOT / "docs" / "usage.md").read_text().partition("## What comes back, and what does not\n")[2]
+    section = section.partition("\n## ")[0]
+    sources = "".join(path.read_text() for path in (ROOT / "tests" / "zoo" / "kinds").glob("*.py"))
+    words = set(re.findall(r'documented\("(.+?)"\)', sources))
+    assert len(words) > 4
+    assert {word for word in words if word not in section} == set()

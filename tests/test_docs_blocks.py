@@ -35,28 +35,31 @@ from IPython.core.inputtransformer2 import TransformerManager
 from traitlets import HasTraits
 
 from jupyter_gpu_ckpt.agent.magics import PARSERS
+from jupyter_gpu_ckpt.sharing import allotments
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "labextension" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BIN = Path(sys.executable).parent
 LANGUAGES = {"python", "ipython", "pycon", "console", "bash", "json", "yaml", "ini", "text"}
 _FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _PROMPT = re.compile(r"^(?:\w*[$#]) (.+)$")
 _TOP_LEVEL_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-#: Programs that tests cannot have, so nobody can say here which options they know.
+#: Programs that not every machine has, or whose help needs a cluster or a second page: their options are not checked.
 ELSEWHERE = {
     "apparmor_parser",
-    "docker",
-    "podman",
-    "kubectl",
-    "helm",
-    "npm",
-    "scp",
     "apt-get",
-    "systemctl",
+    "docker",
+    "helm",
     "journalctl",
-    "scontrol",
+    "kubectl",
+    "npm",
+    "podman",
     "scancel",
+    "scontrol",
+    "scp",
+    "squeue",
+    "srun",
+    "systemctl",
 }
 #: Pages with a whole program, and the test that runs it.
 PROGRAMS = {"docs/tutorials/programs.md": "tests/kernel/test_program_example.py"}
@@ -175,8 +178,12 @@ def test_settings_that_sentences_name_exist():
 
 
 @pytest.mark.parametrize("block", of("json"))
-def test_json_is_json_and_names_a_provisioner(block):
-    provisioner = json.loads(block.text)["metadata"]["kernel_provisioner"]
+def test_json_names_a_provisioner_or_users_that_share_gpus(block):
+    document = json.loads(block.text)
+    if "metadata" not in document:
+        assert all(allotments._allotment(rights) for rights in document.values())
+        return
+    provisioner = document["metadata"]["kernel_provisioner"]
     assert provisioner["provisioner_name"] in entry_points(group="jupyter_client.kernel_provisioners").names
     for trait in provisioner.get("config", {}):
         _require_setting("GpuCkptProvisioner", trait, None)
@@ -204,6 +211,13 @@ def _help(*command: str) -> str:
     done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"there is no {' '.join(command)}: {done.stderr[-300:]}"
     return done.stdout
+
+
+@cache
+def _help_of_others(program: str) -> str:
+    """Return what another program says about its options: some do that on stderr, and some end with a failure."""
+    done = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=120)
+    return done.stdout + done.stderr
 
 
 @cache
@@ -294,8 +308,11 @@ def _require_program(words: list[str]) -> None:
         _require_command(words[1].removeprefix("$(").removesuffix(")"))
     elif words[0].startswith("scripts/"):
         assert (ROOT / words[0]).exists()
-    elif name not in ELSEWHERE | HANDED_OUT and not Path(words[0]).is_absolute():
-        assert shutil.which(name, path=f"{BIN}:/usr/sbin:/usr/bin:/sbin:/bin") or _is_builtin(name), f"no {name}"
+    elif name not in HANDED_OUT and not Path(words[0]).is_absolute():
+        found = shutil.which(name, path=f"{BIN}:/usr/sbin:/usr/bin:/sbin:/bin")
+        assert found or name in ELSEWHERE or _is_builtin(name), f"there is no {name}"
+        if found and name not in ELSEWHERE:
+            _require_options(words[1:], _help_of_others(found), name)
 
 
 def _is_builtin(name: str) -> bool:

@@ -408,6 +408,8 @@ def status_text(
     free = f"{seconds['gpu_free']:.1f} s until the GPU is free, " if device else ""
     times = f"about {free}{seconds['saved']:.1f} s until all is saved, {seconds['back']:.1f} s to come back"
     lines.append(("time", times))
+    if status.get("sharing"):
+        lines.append(("shared GPU", status["sharing"]))
     if status.get("protected_until"):
         lines.append(("protected", f"until {moment(status['protected_until'])}"))
     if released:

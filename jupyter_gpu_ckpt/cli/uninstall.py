@@ -220,4 +220,6 @@ def uninstall_package() -> str:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
         return f"The package is still installed: pip said {lines[-1]}"
+    with contextlib.suppress(OSError):  # pip leaves it, empty
+        Path(sys.prefix, "share/jupyter/gpu-ckpt").rmdir()
     return ""

@@ -31,8 +31,10 @@ READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 @contextmanager
-def locked(directory: Path, uuids: Iterable[str], timeout_s: float) -> Iterator[None]:
+def locked(directory: Path, uuids: Iterable[str], timeout_s: float, kind: str = "lock") -> Iterator[None]:
     """Lock these GPUs during the body, in the order of their UUIDs so that two callers cannot deadlock.
+
+    ``kind``: locks of another kind are other locks.
 
     Raises `GpuFull` if another process had one of the locks for all of ``timeout_s``, `HostError` if the lock directory
     cannot be used, or an entry in it is not a lock file.
@@ -42,17 +44,17 @@ def locked(directory: Path, uuids: Iterable[str], timeout_s: float) -> Iterator[
         for uuid in sorted(set(uuids)):
             if not NAME.fullmatch(uuid):
                 raise ValueError(f"not a GPU UUID: {uuid!r}")
-            if (descriptor := _lock(directory, uuid, deadline)) is None:
+            if (descriptor := _lock(directory, f"{uuid}.{kind}", deadline)) is None:
                 message = "Another kernel is being restored to the same GPU; this one was not tried."
                 raise GpuFull(message, hint="Nothing is lost. Run a cell again in a moment.", uuid=uuid, locked=True)
             descriptors.callback(os.close, descriptor)
         yield
 
 
-def _lock(directory: Path, uuid: str, deadline: float) -> int | None:
+def _lock(directory: Path, name: str, deadline: float) -> int | None:
     while True:
         try:
-            descriptor = _open(directory, f"{uuid}.lock")
+            descriptor = _open(directory, name)
         except OSError as error:
             # Between another user's mkdir and chmod, or open and fchmod, neither can be opened yet.
             if not isinstance(error, PermissionError | FileNotFoundError) or time.monotonic() >= deadline:
@@ -60,7 +62,7 @@ def _lock(directory: Path, uuid: str, deadline: float) -> int | None:
                 hint = "Ask the administrator to remove it, or set another lock directory."
                 raise HostError(message, hint=hint) from error
         else:
-            if _try_lock(directory / f"{uuid}.lock", descriptor):
+            if _try_lock(directory / name, descriptor):
                 return descriptor
             os.close(descriptor)
             if time.monotonic() >= deadline:

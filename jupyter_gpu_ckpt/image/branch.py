@@ -9,15 +9,20 @@ The source is not changed: its lease is acquired for as long as the copies take,
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
+from ..criu import images as image_files
 from ..errors import ImageArchived
+from ..files.disk import mapped_errors
 from ..node.facts import file_facts
-from . import kept_files, lease, links, verify
+from . import kept_files, layout, lease, links, verify
 from .image import Image
 from .save_point import SavePoint
 from .store import Store
@@ -63,10 +68,29 @@ def _files(source: Image) -> dict[str, Any]:
     return files
 
 
-def tidy(source: Image) -> None:
-    """Put the links of a save point aside again that `copy` has made for a restore, once that has ended."""
-    if source.is_save_point:
-        links.keep(source.manifest)
+@contextlib.contextmanager
+def turn_to_restore(store: Store, image: Image) -> Iterator[None]:
+    """Wait until no other branch of the same image is restored, where CRIU makes or removes files by their names.
+
+    The files that the restore in the body needs are there then, also if one before has removed them.  Raises
+    `StoreUnwritable` after `_TIMEOUT` seconds.
+    """
+    source, made = str(image.manifest.branched_from.get("image", "")), links.made(image.manifest)
+    if not source or not (made or image_files.ghost_names(image.criu_directory)):
+        yield
+        return
+    path = layout.mark(store.root / source, layout.TURN)
+    lock = FileLock(path, timeout=_TIMEOUT, mode=0o600, thread_local=False)
+    with mapped_errors(store.root):
+        lock.acquire()
+    sleeps = any(Path(name).exists() for name in made)  # the source's kernel, in the source
+    try:
+        links.put_back(image.manifest)
+        yield
+    finally:
+        # Of a save point they lie aside: its kernel's next dump makes links of the same names.
+        (links.put_back if sleeps else links.keep)(image.manifest)
+        lock.release()
 
 
 def copy(store: Store, source: Image, kernel: NewKernel, keep_as: SavePoint | None = None) -> Image:
@@ -85,10 +109,10 @@ def copy(store: Store, source: Image, kernel: NewKernel, keep_as: SavePoint | No
         manifest = verify.require_sealed(source.path, store.keys)
         verify.require_tree(source.path, manifest)
         links.secure(manifest)
-        links.put_back(manifest)
         draft = store.begin(kernel.kernel_id, manifest.bytes)
         try:
             draft.copy(source)
+            links.share(manifest, draft.id)
             kernel.write_session(draft.path)
             return draft.publish(
                 replace(

@@ -1,9 +1,10 @@
 """The user's files that a save point keeps, so that a kernel can go back to them: as they were when it was saved.
 
 A file that the kernel has open for writing is copied into the image, as a reflink where the file system can.  Of others
-that it uses (program code, a table that it has mapped) the save point has a hard link beside the image: whoever
-installs another version makes another file.  A link is possible on the same file system only, and to a file that is the
-user's own.  What was not kept is in none of both; a kernel can then go back with the file as it is now, if at all.
+that it uses (program code, a table that it has mapped) the save point has a hard link beside the image: an
+installer of another version makes another file.  A link is possible on the same file system only, and to a file that
+is the user's own.  What was not kept is in none of both; a kernel can then go back with the file as it is now, if at
+all.
 """
 
 from __future__ import annotations

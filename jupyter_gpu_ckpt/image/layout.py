@@ -57,8 +57,10 @@ RESTORING = ".restoring"
 REPLACED = ".replaced"
 #: The prefix of a directory with hard links to files that a save point needs.
 LINKED = ".kept-"
+#: The suffix of the lock of the image that branches are restored from (`branch.turn_to_restore`).
+TURN = ".turn"
 #: All that are removed with the image.
-MARKS = (LOCK, RETIRED, ACCEPTS, ASLEEP, REPLACED, ARCHIVED, RESTORING)
+MARKS = (LOCK, RETIRED, ACCEPTS, ASLEEP, REPLACED, ARCHIVED, RESTORING, TURN)
 
 
 def mark(path: Path, suffix: str) -> Path:

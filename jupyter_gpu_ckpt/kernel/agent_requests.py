@@ -56,6 +56,8 @@ class AgentRequests:
         self.protected_until = protected_until
         #: The widget in the notebook that shows the kernel's state, if there is one.
         self.panel: Panel | None = None
+        #: Returns the kernel's part in sharing GPUs, for people, if it has one.
+        self.sharing: Callable[[], str] | None = None
         with contextlib.suppress(RuntimeError):
             _pool.submit(int)  # starts a thread, as long as there are any
 
@@ -131,6 +133,7 @@ class AgentRequests:
             "seconds": {"gpu_free": estimate.gpu_free, "saved": estimate.saved, "back": estimate.back},
             "findings": [finding.as_dict() for finding in findings],
             "protected_until": self.protection(),
+            "sharing": self.sharing() if self.sharing is not None else None,
         }
 
     def protect(self, seconds: Any) -> dict[str, Any]:

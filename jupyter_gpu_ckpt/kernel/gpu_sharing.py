@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -26,15 +26,34 @@ from ..sharing.exchange import Exchange, Member
 from ..sharing.participant import Participant, Residence
 from ..sharing.policy import GrantTurn, LeaveReason, NeverFits, WaitFor
 from ..trace import StepEvent
-from ..units import duration, size
+from ..units import counted, duration, size
 from .worker import Worker
 
-#: Seconds between two measurements of a running kernel's memory, and after which a move that failed is tried again.
-_MEASURE_S, _AGAIN_S = 1.0, 5.0
+#: Seconds between two measurements of the memory of a kernel that runs a cell, and of an idle one.
+_MEASURE_S, _MEASURE_IDLE_S = 1.0, 5.0
+#: Seconds after which a move to a GPU that failed is tried again.
+_AGAIN_S = 5.0
 #: Seconds after which a kernel that could not leave is asked again.
 _REFUSED_S = 60.0
 #: Seconds of a wait of which nothing is said, and between two texts of the same place.
 _UNSAID_S, _SAID_S = 0.5, 30.0
+
+
+class DailySeconds:
+    """Seconds of the last day, by the hour, in which something was so."""
+
+    def __init__(self) -> None:
+        self._by_hour: dict[int, float] = {}
+        self._last: float | None = None
+
+    def used(self, now: float, so: bool) -> float:
+        """Count the time since the last call if it was ``so`` then and is now; return the seconds of the last day."""
+        hour = int(now // 3600)
+        if so and self._last is not None:
+            self._by_hour[hour] = self._by_hour.get(hour, 0.0) + now - self._last
+        self._last = now if so else None
+        self._by_hour = {each: seconds for each, seconds in self._by_hour.items() if each > hour - 24}
+        return round(sum(self._by_hour.values()), 0)
 
 
 class GpuSharing:
@@ -60,6 +79,7 @@ class GpuSharing:
         self._member = Member(exchange, self)
         self._measured = self._refused_at = self._failed_at = float("-inf")
         self._move: Future[None] | None = None
+        self._protected = DailySeconds()
         self._cancelled = threading.Event()
         self._waits = False
         #: Calls at the launch gate whose place was given back.
@@ -80,6 +100,11 @@ class GpuSharing:
         """The facts that are shown to other servers."""
         return self._member.participant
 
+    @property
+    def all_participants(self) -> tuple[Participant, ...]:
+        """The facts of all kernels that share GPUs of this machine, as last read."""
+        return self._exchange.participants
+
     def waiting(self) -> dict[str, Any] | None:
         """Return the kernel's place in the queue, its GPU's UUID, and the seconds that it will wait; None if none."""
         decision = self._exchange.decision(self._member)
@@ -88,6 +113,22 @@ class GpuSharing:
         since = round(time.monotonic() - self.participant.waiting_since, 1)
         gpu = decision.gpus[0] if decision.gpus else next(iter(self.participant.gpus), None)
         return {"gpu": gpu, "place": decision.place, "seconds": decision.seconds, "waited": since}
+
+    def status(self) -> str:
+        """Return, for people, whether the kernel computes or waits, and how many others wait for its GPUs."""
+        now, mine, waiting = time.monotonic(), self.participant, self.waiting()
+        others = [
+            each
+            for each in self._exchange.participants
+            if each.kernel != mine.kernel and each.waiting_since is not None and set(each.gpus) & set(mine.gpus)
+        ]
+        if waiting is not None:
+            state = f"waits: {place_text(waiting['place'], waiting['seconds'])}"
+        elif mine.turn is not None:
+            state = f"has had its turn for {duration(max(0.0, now - mine.turn.since))}"
+        else:
+            state = "idle, on its GPU" if mine.on else "idle, off its GPU"
+        return f"{state}; {counted(len(others), 'other')} {'waits' if len(others) == 1 else 'wait'}"
 
     def give_back(self) -> None:
         """Give the kernel's place in the queue back: its cell was interrupted."""
@@ -99,11 +140,16 @@ class GpuSharing:
 
     def observe(self, now: float) -> None:
         """Bring the facts up to date: cells that began and ended, memory, calls at the launch gate."""
-        state = self._lifecycle.state
+        state, is_protected = self._lifecycle.state, self._is_protected()
         can_leave = now - self._refused_at > _REFUSED_S
+        used = self._protected.used(now, is_protected and self._is_waited_for())
         self._member.update(
             lambda p: replace(
-                p, protected=self._is_protected(), can_leave=can_leave, can_pause=can_leave and self._turns
+                p,
+                protected=is_protected,
+                protect_used=used,
+                can_leave=can_leave,
+                can_pause=can_leave and self._turns,
             )
         )
         if state is State.RUNNING:
@@ -113,10 +159,17 @@ class GpuSharing:
         elif state is State.DEAD and self.participant.on:
             self._member.update(lambda p: replace(p.cell_ended(now), residence=Residence.AWAY, on=(), resident=()))
 
+    def _is_waited_for(self) -> bool:
+        """Return whether others wait for a GPU on which the kernel has memory and does not compute."""
+        mine = self.participant
+        waiting = (each for each in self._exchange.participants if each.waiting_since is not None)
+        return mine.turn is None and any(set(each.gpus).intersection(mine.on) for each in waiting)
+
     def _observe_running(self, now: float) -> None:
         working, participant = self._gate.working, self.participant
         computes = participant.turn is not None or participant.waiting_since is not None
-        if now - self._measured >= _MEASURE_S or working is not computes:
+        recent = working or self._gate.last_activity >= self._measured - _MEASURE_S
+        if working is not computes or now - self._measured >= (_MEASURE_S if recent else _MEASURE_IDLE_S):
             self._measured = now
             self._measure()
         if working and not computes and self.participant.residence is Residence.PRESENT:
@@ -328,6 +381,21 @@ def _timed(participant: Participant) -> Participant:
     if participant.residence is Residence.AWAY:
         return replace(participant, leave_seconds=swap.seconds)
     return replace(participant, arrive_seconds=swap.seconds)
+
+
+def overview(participants: Iterable[Participant], uuid: str, now: float) -> dict[str, list[dict[str, float]]]:
+    """Return who computes, waits and is idle on a GPU, of all users: seconds since when, and bytes, and no more."""
+    found: dict[str, list[dict[str, float]]] = {"computing": [], "waiting": [], "idle": []}
+    for each in participants:
+        if each.waiting_since is not None and uuid in each.gpus:
+            state, since, bytes = "waiting", each.waiting_since, sum(each.needs)
+        elif uuid in each.on:
+            state, since = ("idle", each.idle_since) if each.turn is None else ("computing", each.turn.since)
+            bytes = dict(zip(each.on, each.resident, strict=True))[uuid]
+        else:
+            continue
+        found[state].append({"seconds": round(max(0.0, now - since), 1), "bytes": bytes})
+    return {state: sorted(entries, key=lambda entry: -entry["seconds"]) for state, entries in found.items()}
 
 
 def place_text(place: int, seconds: float | None) -> str:

@@ -268,8 +268,6 @@ class KernelHost:
             self._registration.remove()
             self._registration = self.lifecycle = None
             raise
-        finally:
-            branch.tidy(source)
         assert self.gate is not None
         self.gate.publish("status", {"execution_state": "idle"})
 
@@ -591,9 +589,11 @@ class KernelHost:
             is_protected=lambda: self.agent_requests.protection() is not None,
             log=self._log,
         )
+        self.agent_requests.sharing = self.sharing.status
 
     def _end_sharing(self) -> None:
         if self.sharing is not None:
+            self.agent_requests.sharing = None
             self.sharing.close()
             self.sharing = None
 

@@ -48,6 +48,7 @@ from .agent_requests import AgentRequests
 from .branching import BranchPlan
 from .directories import default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
+from .gpu_sharing import GpuSharing
 from .host import UNFIT, BranchPoint, KernelHost, Launch
 from .orphans import Orphan, find_orphan, newest_images, not_attached_notice
 
@@ -246,6 +247,11 @@ class GpuCkptProvisioner(LocalProvisioner):
         return self._host.agent_requests
 
     @property
+    def sharing(self) -> GpuSharing | None:
+        """The kernel's part in sharing GPUs with others; None if it has none."""
+        return self._host.sharing
+
+    @property
     def gate(self) -> Gate | None:
         """The gate, whose state tells what clients do; None for a kernel that was started plainly."""
         return self._host.gate
@@ -301,7 +307,11 @@ class GpuCkptProvisioner(LocalProvisioner):
         if (own := lifecycle.image) is not None and lifecycle.state is State.CHECKPOINTED:
             return own
         point = SavePoint(f"branch {time.strftime('%Y-%m-%d %H:%M:%S')} {secrets.token_hex(2)}", automatic=True)
-        return await self._host.worker.verb("save for a branch", lifecycle.save, point)
+
+        def save() -> Image:
+            return lifecycle.save(point, self.notebook())
+
+        return await self._host.worker.verb("save for a branch", save)
 
     async def branch_plan(self, name: str = "") -> BranchPlan:
         """Return the consequences of a `branch`, which is not begun: for a save point, or for a kernel that sleeps."""

@@ -75,7 +75,6 @@ def create(store: Store, source: Image, name: str, *, accepts_differences: bool 
     kernel = NewKernel(session.kernel_id, source.manifest.kernel_name, session.write, is_template=True)
     image = branch.copy(store, source, kernel, SavePoint(name))
     try:
-        branch.tidy(source)
         shown = f"{name} (template of {spec.display_name})"
         config = {"provisioner_name": PROVISIONER, "config": {"template": image.id}}
         document = {**spec.to_dict(), "display_name": shown}

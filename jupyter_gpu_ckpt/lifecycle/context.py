@@ -375,6 +375,8 @@ class Attempt:
     device_read: BackgroundTask | None = None
     #: Whether the kernel runs without its children (`Capsule.attach_kernel`).
     alone: bool = False
+    #: Of the branches of an image, to be restored (`branch.turn_to_restore`).
+    turn: ExitStack = field(default_factory=ExitStack)
     #: State of the kernel that a branch comes from, and that it has otherwise.
     separated: list[Exclusive] = field(default_factory=list)
     #: Settings that could not be put back, in words; shown in the kernel's next cell.

@@ -24,7 +24,7 @@ from ..errors import (
     RuntimeDirectory,
 )
 from ..files.disk import mapped_errors
-from ..image import device_memory, layout, links
+from ..image import branch, device_memory, layout, links
 from ..image.chunk_cache import ChunkCache
 from ..image.encryption import Readable
 from ..image.manifest import Manifest
@@ -50,6 +50,8 @@ def match(attempt: Attempt) -> None:
     attempt.lease = image.lease(_MOMENT)
     attempt.resources.callback(_end_lease, attempt)
     try:
+        attempt.resources.callback(attempt.turn.close)
+        attempt.turn.enter_context(branch.turn_to_restore(store, image))
         links.put_back(image.manifest)  # of a restore whose process was killed
         if image.archived:
             fetch_content(kernel, image)
@@ -157,6 +159,13 @@ def _user_accepts(kernel: KernelState, changed: list[str]) -> bool:
 
 def criu_restore(attempt: Attempt) -> None:
     """Have CRIU restore the processes in a fresh capsule; device memory is read from the image meanwhile."""
+    try:
+        _criu_restore(attempt)
+    finally:
+        attempt.turn.close()
+
+
+def _criu_restore(attempt: Attempt) -> None:
     kernel, home = attempt.kernel, attempt.kernel.home
     assert kernel.image is not None
     manifest = kernel.image.manifest

@@ -171,7 +171,8 @@ def uncopied(path: str, page_size: int) -> dict[str, Any]:
 def is_lost(path: str, page_size: int, noted: dict[str, Any]) -> bool:
     """Return whether frames that `uncopied` has ``noted`` are neither in the log nor in the database at ``path``.
 
-    Whoever closes the database copies all of them.  One of several pages that is as before shows that nobody has.
+    The last process that closes the database copies all of them.  One of several pages that is as before shows that
+    nobody has.
     Raises `OSError`.
     """
     with contextlib.suppress(FileNotFoundError), open(path + LOG, "rb") as log:

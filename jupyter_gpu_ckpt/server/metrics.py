@@ -52,6 +52,12 @@ class Metrics(Listener, Collector):
             "Bytes of kernels' device memory that are in host memory or images now",
             value=sum(sum(device.values()) for device in swapped_out),
         )
+        sharing = [kernel.provisioner.sharing for kernel in monitored]
+        yield GaugeMetricFamily(
+            "gpu_ckpt_kernels_waiting_for_gpu",
+            "Kernels of this server that wait for a GPU which they share",
+            value=sum(each is not None and each.waiting() is not None for each in sharing),
+        )
         yield CounterMetricFamily(
             "gpu_ckpt_gpu_seconds_freed",
             "Seconds, counted for each GPU, that kernels with device memory were off their GPUs",

@@ -66,6 +66,7 @@ def kernel(
         "reason": None if lifecycle else why_not(provisioner),
         "image": image.id if image else None,
         "device_bytes_swapped_out": sum(swapped_out.device.values()) if swapped_out else 0,
+        "gpu_wait": provisioner.sharing.waiting() if provisioner and provisioner.sharing else None,
         "progress": progress.fraction if progress else None,
         "failure": failure.for_owner() if failure else None,
         "failures": [each.for_owner() for each in monitored.failures] if monitored else [],

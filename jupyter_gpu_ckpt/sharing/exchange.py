@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from ..cuda import gpu_locks
 from ..cuda.gpus import Gpus
 from ..errors import GpuCkptError, GpuFull
 from . import policy, records
+from .allotments import Allotments
 from .participant import Participant, Residence
 from .policy import (
     HEARTBEAT_S,
@@ -64,7 +65,7 @@ class Member:
         self._record = records.OwnRecord(exchange.directory)
         self._lock, self._removed = threading.Lock(), False
         #: When the record was written last, and the end of the last silence: claims from before are void for others.
-        self._written, self._silent_until = time.monotonic(), -math.inf
+        self._written, self._silent_until = -math.inf, -math.inf
         self._participant = Participant(self._record.name, str(os.geteuid()), (), (), 0.0)
 
     @property
@@ -119,7 +120,7 @@ class Exchange:
     """All members of this server.  The thread runs while there are any."""
 
     def __init__(self, gpus: Gpus, rules: Rules | None = None) -> None:
-        self.rules = rules or Rules()
+        self.rules, self.allotments = rules or Rules(), Allotments()
         self.directory = gpus.lock_directory
         self._gpus = gpus
         self._members: dict[str, Member] = {}
@@ -131,6 +132,8 @@ class Exchange:
         #: Since when a decision stands and is carried out by nobody; until when a kernel is passed over for that.
         self._standing: dict[tuple[str, str], float] = {}
         self._passed_over: dict[tuple[str, str], float] = {}
+        #: Since when the lock of claims is another's whenever it is wanted.
+        self._blocked_since: float | None = None
         self._failing = False
 
     # -- members
@@ -189,23 +192,61 @@ class Exchange:
     def claim(self, member: Member) -> GrantTurn | None:
         """Begin the turn that was decided for a member, if it still is by all facts under the locks of its GPUs.
 
-        A grant of which another server knows nothing is none: whoever has the locks reads all records again.
+        A grant of which another server knows nothing is none: the server that has the locks reads all records again.
+        Raises `OSError` and `HostError` where the directory cannot be used.
         """
         if not isinstance(grant := self.decision(member), GrantTurn):
             return None
+        with ExitStack() as locks:
+            if not self._locks(locks, grant.gpus):
+                return None
+            snapshot = self._snapshot()
+            grants = policy.decide(snapshot).grants
+            again = next((each for each in grants if each.kernel == grant.kernel), None)
+            if again is None or again.move is not grant.move or not set(again.gpus) <= set(grant.gpus):
+                return None
+            before = member.participant
+            if again.move and not self._has_memory(before, again, snapshot):
+                return None
+            member.update(lambda participant: participant.granted(again.gpus, again.turn, time.monotonic()))
+            if again.move and self._is_contested(member.participant, snapshot):
+                member.update(lambda _: before)
+                return None
+            return again
+
+    def _locks(self, locks: ExitStack, gpus: tuple[str, ...]) -> bool:
+        """Lock claims of these GPUs; return whether to go on.
+
+        Nobody has such a lock for long, but a server that is stopped, or a user who wants others to wait.  So it is
+        done without after a while: the lock saves claims that would be contested, and `_is_contested` is sure.
+        """
+        now = time.monotonic()
         try:
-            with gpu_locks.locked(self.directory, grant.gpus, _LOCK_S):
-                snapshot = self._snapshot()
-                grants = policy.decide(snapshot).grants
-                again = next((each for each in grants if each.kernel == grant.kernel), None)
-                if again is None or again.move is not grant.move or not set(again.gpus) <= set(grant.gpus):
-                    return None
-                if again.move and not self._has_memory(member.participant, again, snapshot):
-                    return None
-                member.update(lambda participant: participant.granted(again.gpus, again.turn, time.monotonic()))
-                return again
-        except GpuFull:  # another restore has a lock
-            return None
+            locks.enter_context(gpu_locks.locked(self.directory, gpus, _LOCK_S, kind="claim"))
+        except GpuFull:
+            self._blocked_since = now if self._blocked_since is None else self._blocked_since
+            return now - self._blocked_since > SILENT_S
+        self._blocked_since = None
+        return True
+
+    def _is_contested(self, mine: Participant, snapshot: NodeSnapshot) -> bool:
+        """Return whether another claim of the same GPUs was shown meanwhile, which is before this one.
+
+        Each reads the records once its own is there, so of two at least one sees the other, and the later one yields.
+        A server without sharing restores a kernel under the GPU's lock, and reads the records under it: so either it
+        sees this claim, or its lock is seen here.
+        """
+        known = {each.kernel: each.granted_at for each in snapshot.participants}
+        for each in records.read(self.directory):
+            is_new = each.residence is Residence.ARRIVING and known.get(each.kernel) != each.granted_at
+            is_before = (each.granted_at or 0.0, each.kernel) < (mine.granted_at or 0.0, mine.kernel)
+            if is_new and is_before and set(each.on).intersection(mine.on):
+                return True
+        try:
+            with gpu_locks.locked(self.directory, mine.on, 0.0):
+                return False
+        except GpuFull:
+            return True
 
     def _has_memory(self, participant: Participant, grant: GrantTurn, snapshot: NodeSnapshot) -> bool:
         """Return whether the GPUs have the memory free, without that which others are about to fill."""
@@ -234,7 +275,8 @@ class Exchange:
             SharedGpu(gpu.uuid, gpu.total, policy.others(gpu.uuid, gpu.total, gpu.free, participants, now))
             for gpu in self._gpus.list()
         )
-        return NodeSnapshot(now, gpus, participants, rules=self.rules)
+        allotments = self.allotments.of({each.user for each in participants})
+        return NodeSnapshot(now, gpus, participants, allotments, self.rules)
 
     def _without_idlers(self, participants: list[Participant], now: float) -> Iterator[Participant]:
         """Yield the participants, but as no waiting ones those that do not take what they are granted.

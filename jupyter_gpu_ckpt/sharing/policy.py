@@ -300,7 +300,7 @@ class _Round:
         return not allowed or (each.protected and each.user in self.protectors)
 
     def _stay(self, each: Participant) -> _Stay:
-        """Return how long a kernel that is on GPUs keeps its memory there, whoever waits."""
+        """Return how long a kernel that is on GPUs keeps its memory there, although others wait."""
         moving = self.now if each.moving_since is None else each.moving_since
         if each.residence is Residence.LEAVING:
             left = max(_SOON_S, moving + each.leave_seconds - self.now)

@@ -197,7 +197,9 @@ def _decoded(document: Any) -> Participant:
         granted_at=_time_or_none(get("granted_at"), now),
     )
     away = participant.residence is Residence.AWAY
-    if len(participant.on) != len(participant.resident) or (away and participant.on):
+    if len(participant.on) != len(participant.resident) or len(participant.on) != (
+        0 if away else len(participant.needs)
+    ):
         raise ValueError("memory without a GPU, or the other way round")
     if len(participant.needs) > len(participant.gpus):
         raise ValueError("more GPUs needed than allowed")

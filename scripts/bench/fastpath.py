@@ -247,7 +247,7 @@ async def to_disk(place: Path, base: Path) -> dict[str, Any]:
 def main(wanted: list[int], kinds: list[str], *, sizes_only: bool) -> None:
     """Run it and print it."""
     root, base = Path(tempfile.mkdtemp(prefix="gb-")), Path(tempfile.mkdtemp(prefix="gr-"))
-    # A machine whose memory grows on first use would charge that to whoever comes first.
+    # A machine whose memory grows on first use would charge that to the first that comes.
     subprocess.run([sys.executable, "-c", f"b = bytearray({max(*wanted, 3 * TO_DISK) + 8} << 30)"], check=True)
     gpu = Gpus().list()[0]
     report: dict[str, Any] = {"gpu": gpu.name, "driver": gpu.driver, "kernel": platform.release(), "uid": os.geteuid()}

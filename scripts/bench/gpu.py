@@ -181,7 +181,7 @@ def main(gib: int) -> None:
     """Run everything and print it."""
     root = Path(tempfile.mkdtemp(prefix="gb-"))
     base = Path(tempfile.mkdtemp(prefix="gr-"))
-    # A machine whose memory grows on first use would charge that to whoever comes first.
+    # A machine whose memory grows on first use would charge that to the first that comes.
     subprocess.run([sys.executable, "-c", f"b = bytearray({3 * gib + 8} << 30)"], check=True)
     gpu = Gpus().list()[0]
     report: dict[str, object] = {

@@ -27,7 +27,7 @@ install({{uuid: 16 << 30 for uuid in {GPUS!r}}}, Path(c.GpuCkptProvisioner.image
 from jupyter_gpu_ckpt.doctor import checks
 as_json = checks.as_json
 checks.as_json = lambda found: {{**(document := as_json(found)), "fit": {{**document["fit"], "gpu": True}}}}
-c.IdlePolicy.suspend_after, c.IdlePolicy.checkpoint_after, c.IdlePolicy.notice = 3600, 7200, 3590
+c.IdlePolicy.suspend_after, c.IdlePolicy.checkpoint_after, c.IdlePolicy.notice = 300, 1800, 290
 c.IdlePolicy.interval = 0.2
 c.GpuCkptApp.error_page = "https://docs.example/runbook.html#{{code}}"
 """
@@ -100,11 +100,13 @@ def tab_until(page, selector: str, presses: int = 120) -> None:
 def test_the_introduction_is_shown_until_it_is_closed_and_to_no_later_window(desktop, jupyter):
     name = write_notebook(jupyter, "first.ipynb", "1")
     with desktop.window(jupyter) as window:
-        page = window.tab(name).page
+        tab = window.tab(name)
+        tab.wait_for_phase("running")
+        page = tab.page
         card = page.locator(CARD)
         card.wait_for()
         text = card.inner_text()
-        for part in ("idle for 60 min leaves the GPU", "After 2 h", "with every variable", "--protect 2h"):
+        for part in ("idle for 5 min leaves the GPU", "After 30 min", "with every variable", "--protect 2h"):
             assert part in text
         assert_accessible(page, CARD)
         page.screenshot(path=window.pictures / "introduction.png")
@@ -116,7 +118,9 @@ def test_the_introduction_is_shown_until_it_is_closed_and_to_no_later_window(des
         (settings,) = (jupyter.home / "config").rglob("jupyter-gpu-ckpt/plugin.jupyterlab-settings")
         until(lambda: '"introduction": false' in settings.read_text() or page.wait_for_timeout(50))
     with desktop.window(jupyter) as window:
-        page = window.tab(name).page
+        tab = window.tab(name)
+        tab.wait_for_phase("running")
+        page = tab.page
         page.locator('li[data-id="gpu-ckpt-panel"]').click()
         page.locator(PANEL).get_by_text("GPU 15").first.wait_for()
         assert page.locator(CARD).count() == 0
@@ -126,11 +130,11 @@ def test_the_introduction_is_shown_until_it_is_closed_and_to_no_later_window(des
 def test_an_idle_kernel_is_counted_down_and_can_be_kept(tab):
     page, kernel_id = tab.page, tab.kernel_id()
     status = page.locator(STATUS)
-    status.get_by_text(re.compile(r"^sleeps in 59:\d\d$")).wait_for()  # the policy itself says so
+    status.get_by_text(re.compile(r"^sleeps in 4:\d\d$")).wait_for()  # the policy itself says so
     assert "leaves the GPU soon" in status.get_attribute("aria-label")
     assert_accessible(page, STATUS)
     status.click()
-    tab.toast("train.ipynb stays awake, for 60 min if nothing uses it")
+    tab.toast("train.ipynb stays awake, for 5 min if nothing uses it")
     status.wait_for(state="hidden")
     policy = tab.window.server.get(f"gpu-ckpt/kernels/{kernel_id}")["policy"]
     assert policy["idle_s"] < 60 and policy["next"] == "suspend"
@@ -154,7 +158,7 @@ def test_nothing_overflows_in_any_window(tab):
         page.set_viewport_size({"width": width, "height": 800})
         for state in ("counted down", "moving", "asleep"):
             if state == "counted down":
-                events.say("kernel_plan/v1", kernel_id, next="suspend", due_in_s=3000.0)
+                events.say("kernel_plan/v1", kernel_id, next="suspend", due_in_s=280.0)
             elif state == "moving":
                 events.state(kernel_id, "dumping", "running")
                 events.say("kernel_step/v1", kernel_id, fraction=0.99, **step)
@@ -175,7 +179,7 @@ def test_nothing_overflows_in_any_window(tab):
         wide = panel.evaluate("node => node.scrollWidth - node.clientWidth")
         assert wide <= 0, (width, wide)
     page.set_viewport_size({"width": 400, "height": 800})
-    events.say("kernel_plan/v1", kernel_id, next="suspend", due_in_s=3000.0)
+    events.say("kernel_plan/v1", kernel_id, next="suspend", due_in_s=280.0)
     page.locator(STATUS, has_text="keep it").wait_for()
     tab.picture("narrow")
 
@@ -250,6 +254,7 @@ def test_by_keys_alone_a_kernel_sleeps_and_wakes(tab):
     page.keyboard.press("Enter")
     page.locator(".jp-Dialog .jp-gpuCkpt-explain").wait_for()
     assert_accessible(page, ".jp-Dialog .jp-gpuCkpt-explain")
+    page.wait_for_function("document.activeElement.closest('.jp-Dialog') !== null")
     page.keyboard.press("Escape")
     page.locator(".jp-Dialog").wait_for(state="detached")
     tab_until(page, STATUS)

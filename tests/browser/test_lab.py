@@ -10,12 +10,15 @@ from desktop import BADGE, BUTTON, SLEEPING_WIDGET, STATUS, TOAST, WAKING, lab, 
 from harness import DAEMON, END_DAEMON
 from live import TOKEN, server, until
 
+SLIDER = ".widget-slider .noUi-handle, .jupyter-widgets.widget-hslider .noUi-handle"
 CELLS = ("x = 41\nprint('ready')", "print(x + 1)")
 
 
 @pytest.fixture(scope="module")
 def jupyter(tmp_path_factory, base, chromium, criu_binary):
-    with lab(tmp_path_factory.mktemp("lab"), base) as running:
+    # Widgets' state is saved in the notebook, too: without a kernel a page could show them from there, as if alive.
+    widgets = {"@jupyter-widgets/jupyterlab-manager/plugin": {"saveState": True}}
+    with lab(tmp_path_factory.mktemp("lab"), base, **widgets) as running:
         yield running
 
 
@@ -329,7 +332,7 @@ class TestWidgets:
         )
 
     def test_a_slider_and_a_panel_survive_and_the_slider_wakes(self, tab):
-        thumb = tab.page.locator(".widget-slider .noUi-handle, .jupyter-widgets.widget-hslider .noUi-handle").first
+        thumb = tab.page.locator(SLIDER).first
         thumb.wait_for()
         tab.choose("Put kernel to sleep")
         tab.wait_for_phase("checkpointed")
@@ -340,21 +343,24 @@ class TestWidgets:
         tab.run(1)
         tab.wait_for_output(1, "4")
 
-    def test_after_a_reload_they_sleep_visibly_until_somebody_wakes_them(self, tab):
+    def test_after_a_reload_they_sleep_visibly_until_somebody_wakes_them(self, tab, name):
+        tab.page.locator(SLIDER).first.wait_for()
         tab.page.keyboard.press("Control+s")
+        book = tab.window.server.home / "work" / name
+        until(lambda: "IntSliderModel" in book.read_text() or tab.page.wait_for_timeout(50))
         tab.choose("Put kernel to sleep")
         tab.wait_for_phase("checkpointed")
         tab.reload()
         sleeping = tab.page.locator(SLEEPING_WIDGET)
         sleeping.nth(1).wait_for()
         assert sleeping.all_inner_texts() == ["This widget sleeps with its kernel.\nWake the kernel"] * 2
-        assert tab.page.get_by_text("Loading widget").count() == 0
+        assert tab.page.get_by_text("Loading widget").count() == tab.page.locator(SLIDER).count() == 0
         tab.page.locator(".jp-StatusBar-Widget", has_text="| Idle").wait_for()
         tab.picture("sleeping-widgets")
         kernel = tab.window.server.get(f"gpu-ckpt/kernels/{tab.kernel_id()}")
         assert kernel["state"] == "checkpointed"
         sleeping.first.get_by_role("button").click()
-        tab.page.locator(".widget-slider .noUi-handle, .jupyter-widgets.widget-hslider .noUi-handle").first.wait_for()
+        tab.page.locator(SLIDER).first.wait_for()
         sleeping.first.wait_for(state="detached")
         tab.run(1)
         tab.wait_for_output(1, "3")

@@ -171,4 +171,4 @@ def test_restart_and_shutdown_from_the_synchronous_manager_while_it_sleeps(block
     image = blocking.checkpoint()
     blocking.manager.shutdown_kernel()
     assert not blocking.manager.is_alive()
-    assert not image.path.exists(), "whoever shuts a kernel down wants it no more"
+    assert not image.path.exists(), "a kernel that was shut down is not wanted any more"

@@ -264,7 +264,7 @@ def test_a_damaged_tree_is_replaced(unpacked, public_directory):
 
 @needs_apt
 @online
-def test_criu_check_passes_as_whoever_runs_this(unpacked, monkeypatch):
+def test_criu_check_passes_as_the_user_of_the_tests(unpacked, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(unpacked[0]))
     assert check(find()) == criu_install.Check(True, "Looks good")
 

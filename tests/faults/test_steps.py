@@ -18,7 +18,8 @@ WAY = {State.RUNNING: "restore", State.SUSPENDED: "suspend", State.CHECKPOINTED:
 CASES = [
     pytest.param(start, request, step, edge, id=f"{start.value}-{request.value}-{step.value}-{edge}")
     for (start, request), plan in plans.PLANS.items()
-    if plan is not None and request is not plans.Move.WAKE
+    # Off the GPU are only kernels with CUDA: `test_off_gpu`.
+    if plan is not None and request is not plans.Move.WAKE and State.OFF_GPU not in (start, plan.to)
     for step in plan.steps
     for edge in ("started", "completed")
 ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from desktop import find_chromium
+from desktop import built_front_end, find_chromium
 from fresh_machine import FreshMachine, fresh_machine, why_not
 
 
@@ -27,3 +30,17 @@ def empty_machine() -> Iterator[Callable[[str], FreshMachine]]:
             return stack.enter_context(fresh_machine(Path(place), name))
 
         yield make
+
+
+@pytest.fixture(scope="session")
+def release_wheel(tmp_path_factory) -> Path:
+    """The wheel of `make release`, or the one that `$GPU_CKPT_WHEEL` names."""
+    if given := os.environ.get("GPU_CKPT_WHEEL"):
+        return Path(given)
+    if why_not := built_front_end():
+        pytest.skip(why_not)
+    output = tmp_path_factory.mktemp("release") / "dist"
+    command = [sys.executable, Path(__file__).parents[2] / "scripts/release", "--output", output, "--no-bill"]
+    subprocess.run(command, check=True, timeout=600)
+    (made,) = output.glob("*.whl")
+    return made

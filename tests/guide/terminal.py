@@ -16,7 +16,7 @@ class Terminal:
 
     def __init__(self, inside: list[str]) -> None:
         """``inside``: the beginning of a command line whose rest runs on the machine."""
-        #: By user; whoever is asked to choose one chooses this.
+        #: By user: the password that is typed at a prompt.
         self.passwords: dict[str, str] = {}
         self._mark = f"<{secrets.token_hex(6)}"
         self._shell = pexpect.spawn(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import chart_keys
 import pytest
 import yaml
 from traitlets.config import Config
@@ -37,6 +39,29 @@ def test_the_validator_refuses_what_is_wrong():
     job["spec"]["template"]["spec"]["hostUser"] = False
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(job, VERSIONS[0], strict=True)
+
+
+def test_the_values_have_keys_and_types_of_the_chart(values):
+    """As recorded from its schema (`chart_keys`): only of the keys that are used."""
+    record = json.loads(chart_keys.RECORD.read_text())
+    assert chart_keys.problems(values, record["keys"]) == []
+    date = record["chart"].split()[1]
+    assert f"as of {date}" in (ADMIN / "kubernetes.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "problem"),
+    [
+        ("singleuser.extraEnvs", {}, "singleuser.extraEnvs: unknown"),
+        ("singleuser.memory.limits", "1G", "singleuser.memory.limits: unknown"),
+        ("singleuser.uid", "1000", "singleuser.uid: string, not integer or null"),
+        ("hub.extraVolumes", {}, "hub.extraVolumes: object, not array"),
+    ],
+)
+def test_keys_and_types_that_the_chart_lacks_are_found(values, path, wrong, problem):
+    *above, name = path.split(".")
+    value(values, ".".join(above))[name] = wrong
+    assert chart_keys.problems(values, json.loads(chart_keys.RECORD.read_text())["keys"]) == [problem]
 
 
 #: Values of the chart that become traits of KubeSpawner, as its hub does it.

@@ -118,7 +118,7 @@ def one_byte_else(data: bytes, entry: FileEntry) -> tuple[bytes, FileEntry]:
 
 WRONG = {
     "one byte else": one_byte_else,
-    # Whoever can seal a manifest: of what is encrypted that does not suffice.
+    # By a user who can seal a manifest: of what is encrypted that does not suffice.
     "one byte else, and its hash": lambda data, entry: (
         (changed := one_byte_else(data, entry)[0]),
         entry if len(data) == 4 * MIB else FileEntry(len(changed), blake3(changed).hexdigest()),

@@ -11,12 +11,10 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from harness import Notebook, alive, descendants
-from jupyter_client.manager import AsyncKernelManager
+from harness import Notebook, alive, branch_of, descendants, notebook
 
 from jupyter_gpu_ckpt.errors import BranchDiffers, BranchUnsafe, CriuError
 from jupyter_gpu_ckpt.kernel import branching
-from jupyter_gpu_ckpt.kernel.host import BranchPoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -51,32 +49,18 @@ server = threading.Thread(target=serve, daemon=True); server.start()
 ports = [listener.getsockname()[1], datagrams.getsockname()[1]]
 print(*ports)
 """
+#: A file without a name, and one whose own name was deleted.
+DELETED = """
+import os
+gone = open("gone", "w+"); print("gone", end="", file=gone, flush=True); os.unlink("gone")
+other = open("own", "w+"); print("other", end="", file=other, flush=True); os.link("own", "second"); os.unlink("own")
+"""
 #: Whether another process has locked the file.
 LOCKED = """
 with open(lock, "r+") as _other:
     try: fcntl.flock(_other, fcntl.LOCK_EX | fcntl.LOCK_NB); print(False)
     except BlockingIOError: print(True)
 """
-
-
-@contextlib.asynccontextmanager
-async def branch_of(image: str, of: Notebook, directory: Path, **how):
-    """A kernel that starts from an image of another one, and its client; its images are in the same directory."""
-    directory.mkdir(exist_ok=True)
-    manager = AsyncKernelManager(
-        kernel_name="python3", config=of.manager.config, connection_file=str(directory / "connection.json")
-    )
-    await manager.start_kernel(cwd=str(directory), branch_of=BranchPoint(image, **how))
-    client = manager.client()
-    client.start_channels()
-    try:
-        # Not `wait_for_ready`: IPython draws the tip of its banner from the user's random numbers.
-        while (await client.get_iopub_msg(timeout=60))["msg_type"] != "iopub_welcome":
-            pass
-        yield Notebook(manager, client)
-    finally:
-        client.stop_channels()
-        await manager.shutdown_kernel(now=True)
 
 
 async def message_ids(kernel: Notebook, cells: int) -> list[str]:
@@ -200,3 +184,30 @@ async def test_a_branch_that_cannot_be_restored_leaves_only_the_image_it_came_fr
     assert len(alive(descendants(os.getpid()))) <= processes
     async with branch_of(image.id, kernel, tmp_path / "branch", accept_changed_files=True) as branch:
         assert await branch.run("print(x, log.read())") == "41 others write to it"
+
+
+async def test_three_branches_at_once_have_deleted_files_and_those_of_a_save_point(kernel, tmp_path):
+    """CRIU makes a deleted file for a moment under a name that the image has, the same for all three."""
+    await kernel.run(DELETED)
+    image = await kernel.provisioner.save("point")
+    async with contextlib.AsyncExitStack() as stack:
+        ways = [branch_of(image.id, kernel, tmp_path / f"branch{number}") for number in range(3)]
+        branches = await asyncio.gather(*map(stack.enter_async_context, ways))
+        for each in (kernel, *branches):
+            assert await each.run("print(gone.seek(0), gone.read(), other.seek(0), other.read())") == "0 gone 0 other"
+    assert not [*tmp_path.glob("link_remap.?")], "a link of the save point is under its first name"
+    async with branch_of(image.id, kernel, tmp_path / "late") as late:
+        assert await late.run("print(other.seek(0), other.read())") == "0 other"
+
+
+async def test_a_branch_of_an_encrypted_image(tmp_path, runtime_base, criu_binary):
+    (tmp_path / "key").write_text("17" * 32)
+    (tmp_path / "key").chmod(0o600)
+    async with notebook(tmp_path, runtime_base, encryption_key=f"file:{tmp_path / 'key'}") as kernel:
+        await kernel.run("import socket; listener = socket.create_server(('127.0.0.1', 0)); x = 41")
+        image = await kernel.provisioner.save("point")
+        assert image.manifest.encryption
+        async with branch_of(image.id, kernel, tmp_path / "branch", accepts_differences=True) as branch:
+            assert await branch.run("print(x)") == "41"
+            ports = {await each.run("print(listener.getsockname()[1])") for each in (kernel, branch)}
+            assert len(ports) == 2

@@ -35,7 +35,7 @@ SUBJECT = """
 import ctypes, fcntl, hashlib, mmap, os, signal, struct, sys, threading, time
 
 PR_SET_PTRACER = 0x59616D61
-ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(-1 & 2**64 - 1), 0, 0, 0)  # whoever parks need not be a parent
+ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(-1 & 2**64 - 1), 0, 0, 0)  # the tracer need not be a parent
 file, lock, kinds = sys.argv[1], sys.argv[2], sys.argv[3].split(",")
 words = memoryview(mmap.mmap(os.open(file, os.O_RDWR), 64)).cast("Q")
 block = b"x" * 100_000

@@ -59,7 +59,7 @@ def test_memory_is_as_requested(crowd):
     assert max(devices) <= Habits().memory_most
 
 
-def test_the_same_seed_gives_the_same_people_whoever_else_is_there():
+def test_the_same_seed_gives_the_same_people_whichever_others_are_there():
     few, many = people(5, 1, seed=3), people(50, 1, seed=3)
     assert few == many[:5]
     assert people(5, 1, seed=4) != few

@@ -36,7 +36,10 @@ class World:
         engine = SimpleNamespace(gpus=FakeGpus(self.driver, directory))
         lifecycle = SimpleNamespace(kernel=SimpleNamespace())
         monkeypatch.setattr(host_memory, "device_bytes", lambda kernel: engine.gpus.used_by(self.pid))
-        provisioners = {"k": SimpleNamespace(lifecycle=lifecycle), "plain": SimpleNamespace(lifecycle=None)}
+        provisioners = {
+            "k": SimpleNamespace(lifecycle=lifecycle, sharing=None),
+            "plain": SimpleNamespace(lifecycle=None, sharing=None),
+        }
         monkeypatch.setattr(gpu_usage, "shared_engine", lambda image_dir: engine)
         self.received: list[dict] = []
         monitor = KernelMonitor(IOLoop.current(), None)

@@ -149,7 +149,7 @@ c.CheckpointKernelManager.checkpointed_expiry = 3
         until_true(lambda: running.get("api/kernels") == [])
         assert f"{kernel_id} expires" in running.log
         (image,) = running.get("gpu-ckpt/images")
-        assert (image["kernel_id"], image["only_copy"]) == (kernel_id, False), "kept, for whoever wants it back"
+        assert (image["kernel_id"], image["only_copy"]) == (kernel_id, False), "kept, for a user who wants it back"
 
 
 async def test_a_checkpointed_kernel_expires_by_its_own_trait_only(tmp_path, runtime_base, criu_binary):

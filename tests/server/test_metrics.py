@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import DAEMON
@@ -62,6 +63,7 @@ class Provisioner:
         self.sinks = []
         self.on_state = []
         self.on_protected = []
+        self.sharing = None
 
 
 @pytest.fixture
@@ -94,6 +96,9 @@ def test_gpu_seconds_are_counted_for_each_gpu_while_the_kernel_sleeps(monitor):
     story(watched, (0.0, State.RUNNING), (10.0, State.SUSPENDING), (11.0, "cuda_suspend"), (12.0, State.SUSPENDED))
     figures = ours()
     assert figures["gpu_ckpt_kernels", ("state", "suspended")] == 1
+    assert figures["gpu_ckpt_kernels_waiting_for_gpu",] == 0
+    watched.provisioner.sharing = SimpleNamespace(waiting=lambda: {"place": 1})
+    assert ours()["gpu_ckpt_kernels_waiting_for_gpu",] == 1
     assert figures["gpu_ckpt_device_bytes_swapped_out",] == 1000
     assert figures["gpu_ckpt_device_bytes_freed_total",] == freed + 1000
     story(watched, (110.0, State.RESUMING), (111.0, "cuda_resume"), (112.0, State.RUNNING))

@@ -155,7 +155,7 @@ class Notebook:
         self.live, self.kernel_id, self._tab, self._language = live, kernel_id, open_tab, language
 
     def run(self, code: str, on_output: Callable[[str], None] = lambda text: None) -> tuple[dict[str, Any], list[Any]]:
-        """Run a cell; its reply and outputs.  Whoever is asked for a name is Ada."""
+        """Run a cell; its reply and outputs.  A prompt for a name gets Ada."""
         content = {"code": code, "silent": False, "store_history": True, "allow_stdin": True, "stop_on_error": True}
         id = self._tab.send("execute_request", content)
         reply, outputs, idle = None, [], False

@@ -71,7 +71,8 @@ def battered_kernel(live):
     return live.start_kernel()
 
 
-@schema.include(path_regex=r"^/kernels/\{kernel_id\}").parametrize()
+# But a branch: each would start a kernel (test_branched_notebooks.py).
+@schema.include(path_regex=r"^/kernels/\{kernel_id\}").exclude(operation_id="branch").parametrize()
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_nothing_is_replied_that_is_not_described_about_a_real_kernel(case, live, battered_kernel):
     case.path_parameters["kernel_id"] = battered_kernel

@@ -131,7 +131,7 @@ class Kernel:
         self.chance = random.Random(seed * 100 + number)
         self.number = number
         self.lifecycle = LifecycleDouble(number, bytes, gpus, memory, self.chance)
-        self.gate = SimpleNamespace(working=False, print_notice=lambda text: None)
+        self.gate = SimpleNamespace(working=False, last_activity=0.0, print_notice=lambda text: None)
         arguments = (self.lifecycle, self.gate, Worker(f"k{number}"), exchange)
         options = {"turns": True, "visible": None, "is_protected": lambda: False, "log": logging.getLogger("kernel")}
         self.sharing = GpuSharing(*arguments, **options)

@@ -152,6 +152,7 @@ def test_a_server_that_is_killed_or_stopped_at_any_moment_holds_nobody_up(world,
     how = chance.choice(["killed", "stopped"])
     first.process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     if how == "killed":
+        first.process.wait()  # its memory is free only then
         second.finishes()
     else:
         had = occupied(world.memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -394,8 +395,16 @@ def write_notebook(server: Server, name: str, *cells: str) -> str:
 
 
 @contextmanager
-def lab(home: Path, base: Path, *, config: str = "", module: str = "jupyterlab", **settings: Any) -> Iterator[Server]:
-    """A server with a front end; ``settings`` are this extension's."""
+def lab(
+    home: Path,
+    base: Path,
+    *,
+    config: str = "",
+    module: str = "jupyterlab",
+    python: str | Path = sys.executable,
+    **settings: Any,
+) -> Iterator[Server]:
+    """A server with a front end, of the environment of ``python``; ``settings`` are this extension's."""
     wishes = {
         "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
         "jupyter-gpu-ckpt/plugin": settings.pop("ours", {}),
@@ -411,5 +420,5 @@ jupyterlab.commands._yarn_config = lambda logger: {"yarn config": {}, "npm confi
 c.IdlePolicy.suspend_after = c.IdlePolicy.checkpoint_after = 0
 c.LabApp.expose_app_in_browser = True
 """
-    with server(home, base, config=ours + config, module=module) as running:
+    with server(home, base, config=ours + config, module=module, python=python) as running:
         yield running

@@ -15,6 +15,7 @@ from jupyter_client.provisioning import KernelProvisionerFactory
 from recorder import Recorder
 from traitlets.config import Config
 
+from jupyter_gpu_ckpt.kernel.host import BranchPoint
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 
 #: In a test's directory, where ``$OUT`` is set: what a kernel of `notebook` writes to its stdout and stderr itself.
@@ -121,6 +122,26 @@ async def notebook(
         client.stop_channels()
         await manager.shutdown_kernel(now=True)
         KernelProvisionerFactory.clear_instance()
+
+
+@asynccontextmanager
+async def branch_of(image: str, of: Notebook, directory: Path, **how):
+    """A kernel that starts from an image of another one, and its client; its images are in the same directory."""
+    directory.mkdir(exist_ok=True)
+    manager = AsyncKernelManager(
+        kernel_name="python3", config=of.manager.config, connection_file=str(directory / "connection.json")
+    )
+    await manager.start_kernel(cwd=str(directory), branch_of=BranchPoint(image, **how))
+    client = manager.client()
+    client.start_channels()
+    try:
+        # Not `wait_for_ready`: IPython draws the tip of its banner from the user's random numbers.
+        while (await client.get_iopub_msg(timeout=60))["msg_type"] != "iopub_welcome":
+            pass
+        yield Notebook(manager, client)
+    finally:
+        client.stop_channels()
+        await manager.shutdown_kernel(now=True)
 
 
 async def until(true: Callable[[], bool], timeout: float = 60) -> None:

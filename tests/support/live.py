@@ -185,7 +185,7 @@ c.GpuCkptProvisioner.runtime_base = {str(runtime_base)!r}
     }
     environment.pop("PYTEST_CURRENT_TEST", None)
     criu = find()
-    if criu.origin == "unpacked":  # below the data directory of whoever runs the tests, which this server does not see
+    if criu.origin == "unpacked":  # below the data directory of the tests' user, which this server does not see
         environment["JUPYTER_GPU_CKPT_CRIU"] = str(Path(criu.argv[-1]).parents[2])
     with (home / "server.log").open("wb") as log:
         process = subprocess.Popen(

@@ -35,7 +35,7 @@ class User:
     """Root or an ordinary user, with a home of its own.
 
     Where the tests are root's, it lives in a mount namespace with a /dev/shm of its own: others' shared memory is not
-    in sight, and this checkout is, whoever owns it.
+    in sight, and this checkout is, of any owner.
     """
 
     def __init__(self, who: str, place: Path, criu: CriuBinary) -> None:

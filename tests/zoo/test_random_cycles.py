@@ -1,7 +1,7 @@
 """Random kinds of state, random kill -9 at random moments: then the kernel runs, or its image restores, never both.
 
 What is killed: CRIU, the capsule's init, the owner (a server), the kernel itself.  A kernel that is killed while it is
-the only copy of itself is lost, by whoever killed it, and an error says so; nothing else is ever lost.  ``ZOO_CYCLES``
+the only copy of itself is lost by that, and an error says so; nothing else is ever lost.  ``ZOO_CYCLES``
 is the number of cycles, 1,000 by default; each prints its seed, and ``ZOO_SEED`` begins with that one; ``ZOO_VERBS``,
 ``ZOO_VICTIMS`` and ``ZOO_KINDS`` (their keys) narrow the choice.
 """

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Notebook
-from jupyter_client.manager import AsyncKernelManager
+from harness import branch_of
 from keeper import Zoo, outside, packs
 from keeping import sample
 from kinds import all_kinds
 
 from jupyter_gpu_ckpt.kernel import branching
-from jupyter_gpu_ckpt.kernel.host import BranchPoint
 
 KINDS = all_kinds()
 SHARED, _ = packs([kind for kind in KINDS.values() if not kind.lacking()], "root")
@@ -20,6 +18,9 @@ QUICK = [key for pack in SHARED for key in pack if key in sample(KINDS)]
 #: What a branch shows otherwise, as docs/branches.md says of all branches.
 DOCUMENTED = {
     "files.deleted_other_name": "the number of a file's names, one of which belongs to the image",
+    "children.sigchld_of_stops": "a SIGCHLD without an ended child, as after a wake",
+    "notebooks.history": "the number of the session in IPython's history",
+    "notebooks.connection": "the kernel's connection",
 }
 CASES = [
     pytest.param(QUICK, id="sample"),
@@ -37,25 +38,12 @@ async def in_a_branch(directory: Path, keys: list[str]) -> tuple[dict[str, str],
         named = [each.what for each in plan.differs] + plan.unsafe
         if plan.unsafe:
             return dict.fromkeys(before, "refused"), named
-        manager = AsyncKernelManager(
-            kernel_name="python3",
-            config=zoo.kernel.manager.config,
-            connection_file=str(directory / "branch.json"),
-        )
-        await manager.start_kernel(
-            cwd=str(directory), branch_of=BranchPoint(image.id, accepts_differences=True, accept_changed_files=True)
-        )
-        client = manager.client()
-        client.start_channels()
-        try:
-            await client.wait_for_ready(timeout=60)
-            branch = Zoo(Notebook(manager, client))
+        how = {"accepts_differences": True, "accept_changed_files": True}
+        async with branch_of(image.id, zoo.kernel, directory / "branch", **how) as kernel:
+            branch = Zoo(kernel)
             changed = {each.key: each.text for each in await branch.differences(before, "in the branch")}
             await branch.undone(list(before))
             return changed, named
-        finally:
-            client.stop_channels()
-            await manager.shutdown_kernel(now=True)
 
 
 @pytest.mark.timeout(900)

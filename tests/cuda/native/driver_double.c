@@ -99,7 +99,7 @@ EXPORT void double_hold(unsigned microseconds)
     pthread_mutex_lock(&writers_mutex);
     usleep(microseconds);
     pthread_mutex_unlock(&writers_mutex);
-    usleep(1000); /* for whoever waits */
+    usleep(1000); /* for threads that wait */
 }
 
 static void lock(void) { pthread_rwlock_wrlock(&driver_lock); }

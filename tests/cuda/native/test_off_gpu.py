@@ -8,9 +8,10 @@ from test_frozen import attach_again
 from test_launch_gate_lifecycle import goes_on, launching, waits
 from waiting import until
 
-from jupyter_gpu_ckpt.errors import CriuError, CudaError, UnsupportedCuda
-from jupyter_gpu_ckpt.lifecycle import dump
-from jupyter_gpu_ckpt.lifecycle.plans import State
+from jupyter_gpu_ckpt.errors import CriuError, CudaError, GpuCkptError, UnsupportedCuda
+from jupyter_gpu_ckpt.image.save_point import SavePoint
+from jupyter_gpu_ckpt.lifecycle import dump, plans
+from jupyter_gpu_ckpt.lifecycle.plans import Move, State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED
 
 
@@ -90,6 +91,48 @@ def test_it_goes_on_to_host_memory_and_to_the_disk_and_comes_back(kernel):
         assert kernel.lifecycle.state is (State.SUSPENDED if verb == "suspend" else State.CHECKPOINTED)
         kernel.lifecycle.wake()
         goes_on(kernel)
+
+
+#: As in `test_steps`.
+STEPS = [
+    pytest.param(start, request, step, edge, id=f"{start.value}-{request.value}-{step.value}-{edge}")
+    for (start, request), plan in plans.PLANS.items()
+    if plan is not None and request is not Move.WAKE and State.OFF_GPU in (start, plan.to)
+    for step in plan.steps
+    for edge in ("started", "completed")
+]
+
+
+@pytest.mark.sweep(1 / 6)
+@pytest.mark.parametrize(("start", "request_", "step", "edge"), STEPS)
+def test_whatever_step_fails_it_runs_on(kernel, start, request_, step, edge):
+    lifecycle, plan, pending = kernel.lifecycle, plans.PLANS[start, request_], [True]
+    if start is State.OFF_GPU:
+        lifecycle.yield_gpu()
+
+    def fault(event) -> None:
+        if pending and (event.kind, event.step) == (edge, step.value):
+            pending.clear()
+            raise RuntimeError("injected")
+
+    verbs = {Move.YIELD: lifecycle.yield_gpu, Move.SAVE: lambda: lifecycle.save(SavePoint("point"))}
+    lifecycle.trace.faults.append(fault)
+    try:
+        verbs.get(request_, getattr(lifecycle, request_.value, None))()
+        reached = True
+    except GpuCkptError as error:
+        reached = False
+        assert error.left
+    finally:
+        lifecycle.trace.faults.remove(fault)
+    assert not pending, "the step was not run"
+    committed = plan.commit is not None and plan.steps.index(step) > plan.steps.index(plan.commit)
+    assert lifecycle.state is (plan.to if reached or committed else plan.back)
+    for point in lifecycle.engine.store.images() if request_ is Move.SAVE else ():
+        assert reached, "it is there although the save failed"
+        lifecycle.engine.store.check(point)
+    lifecycle.wake()
+    goes_on(kernel)
 
 
 def test_a_checkpoint_that_fails_leaves_it_running_off_the_gpu(kernel, monkeypatch):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 
 import pytest
 from harness import until
 from sharing_kernels import MIB, SharedHost, sharing
 
+from jupyter_gpu_ckpt.kernel.gpu_sharing import overview
 from jupyter_gpu_ckpt.lifecycle.plans import State
+from jupyter_gpu_ckpt.server import models
 
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
 
@@ -63,8 +66,8 @@ async def test_cells_that_compute_at_the_same_time_take_turns_and_all_end(host):
 async def test_a_cell_says_what_it_waits_for_and_an_interrupt_gives_the_place_back(host):
     async with two(host) as (one, other):
         other.provisioner.agent_requests.protect(3600)  # the idle one keeps its memory
+        await until(lambda: sharing(other).participant.on == (A,))
         said = []
-        one.client.iopub_channel  # noqa: B018 - the channel is started
         cell = asyncio.create_task(
             one.client.execute_interactive(
                 "compute(0.05)",
@@ -77,6 +80,15 @@ async def test_a_cell_says_what_it_waits_for_and_an_interrupt_gives_the_place_ba
         waiting = sharing(one).waiting()
         assert (waiting["gpu"], waiting["place"]) == (A, 1)
         assert other.state == "running"
+        document = models.kernel("k", "python3", one.provisioner, None, None, None)
+        assert document["gpu_wait"]["place"] == 1
+        on_gpu = overview(sharing(other).all_participants, A, time.monotonic())
+        assert [(state, [entry["bytes"] for entry in entries]) for state, entries in on_gpu.items()] == [
+            ("computing", []),
+            ("waiting", [68 * MIB]),
+            ("idle", [68 * MIB]),
+        ]
+        assert re.search("shared GPU +.*1 other waits", await other.run("%gpu_checkpoint --status"))
         await one.manager.interrupt_kernel()
         reply = await asyncio.wait_for(cell, 30)
         assert reply["content"]["status"] == "error"
@@ -85,3 +97,42 @@ async def test_a_cell_says_what_it_waits_for_and_an_interrupt_gives_the_place_ba
         assert one.state == "off_gpu"
         other.provisioner.agent_requests.protect(0)
         assert await one.run("n = compute(0.05); print(intact())") == "True"
+
+
+async def test_four_kernels_run_all_cells_once_and_lose_nothing(host):
+    """Two with a long cell, two with short ones that come again and again; messages are answered in order, and once."""
+    async with contextlib.AsyncExitStack() as stack:
+        kernels = []
+        for number in range(4):
+            kernel = await stack.enter_async_context(host.notebook(f"k{number}"))
+            await host.allocate(kernel, 60, number + 1, A)
+            await asyncio.to_thread(kernel.lifecycle.yield_gpu)
+            kernels.append(kernel)
+
+        async def run(kernel, cells: int, seconds: float) -> list[str]:
+            await kernel.run("ran = []")
+            code = f"ran.append(compute({seconds})); print(len(ran), intact())"
+            ids = [kernel.client.execute(code) for _ in range(cells)]
+            replies = [await asyncio.wait_for(kernel.client.get_shell_msg(), 120) for _ in ids]
+            assert [reply["parent_header"]["msg_id"] for reply in replies] == ids
+            assert {reply["content"]["status"] for reply in replies} == {"ok"}
+            return await kernel.run("print(len(ran), intact())")
+
+        plans = [(1, 2.0), (1, 2.0), (3, 0.1), (3, 0.1)]
+        said = await asyncio.gather(*(run(kernel, *plan) for kernel, plan in zip(kernels, plans, strict=True)))
+        assert said == ["1 True", "1 True", "3 True", "3 True"]
+
+
+async def test_in_room_a_kernel_that_computes_keeps_its_gpu_and_a_wake_waits_for_the_end_of_its_cell(host):
+    async with two(host, gpu_sharing="room") as (one, other):
+        await one.provisioner.suspend()
+        assert one.state == "suspended", "by its user: the process has no cell that could run before it is back"
+        seen = []
+        other.provisioner.on_state.append(seen.append)
+        busy = asyncio.create_task(other.run("n = compute(3.0); print(intact())"))
+        await until(lambda: sharing(other).participant.turn is not None)
+        assert await one.run("n = compute(0.05); print(intact())") == "True"
+        assert busy.done(), "it was not taken away in the middle"
+        assert await busy == "True"
+        assert State.OFF_GPU in seen
+        assert (one.state, other.state) == ("running", "off_gpu")

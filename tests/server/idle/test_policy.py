@@ -148,7 +148,7 @@ class TestIdleness:
         assert server.verbs(299) == {}
 
     @pytest.mark.parametrize("between", [State.SUSPENDED, State.CHECKPOINTED, State.RESTORING, State.DEAD])
-    def test_whoever_wanted_it_back_keeps_it_also_without_running_anything(self, between):
+    def test_a_user_who_wanted_it_back_keeps_it_also_without_running_anything(self, between):
         server = Server()
         server.kernel(on_gpu=True)
         server.change(state=between)

@@ -125,9 +125,10 @@ def clusters_table(clusters: dict[str, ClusterRun]) -> str:
         shared = bool(run.short)
         short = seconds(study.percentile(run.short, 0.95)) if shared else ""
         swaps = f"{run.swaps:.2%}" if shared else ""
+        at_once = f"{each.cells_at_once:.0%}" if shared else ""
         rows.append(
             f"| {name} | {each.computed:,.0f} ({each.computed / each.demanded:.0%}) | {each.idle:,.0f} | "
-            f"{each.turned_away:.1%} | {each.cells_at_once:.0%} | {seconds(each.wait_p50)} / {seconds(each.wait_p99)} "
+            f"{each.turned_away:.1%} | {at_once} | {seconds(each.wait_p50)} / {seconds(each.wait_p99)} "
             f"| {short} | {swaps} | {each.lost:,.0f} |"
         )
     return "\n".join(rows) + "\n"

@@ -127,7 +127,7 @@ PLANS: tuple[OneGpu, ...] = (
     *(OneGpu(number, 16, name) for number, name in itertools.product((4, 8), DISCIPLINES)),
     *(OneGpu(number, 48) for number in (4, 8)),
     OneGpu(4, 16, users=2),
-    *(OneGpu(number, 0) for number in (4, 8, 16)),
+    *(OneGpu(number, 0) for number in (4, 8)),
 )
 
 #: Kernels leave a GPU only for others; their images are written after half an hour, as by default.

@@ -67,7 +67,7 @@ def test_every_second_of_the_gpus_is_accounted_for_and_nothing_is_lost(host):
 
 
 def test_host_memory_has_what_is_off_the_gpus(host):
-    """Memory of kernels which are away and have been on a GPU, and of those that are read or written just now."""
+    """The memory of kernels that are away after a time on a GPU, and of those that are read or written just now."""
     cluster, plan = host
     whole = plan.memory_per_gpu * plan.gpus_per_node
     used = whole - cluster.memory[0]

@@ -154,7 +154,7 @@ class KeepHandler(Handler):
     async def post(self, kernel_id: str) -> None:
         provisioner = self.checkpointable(kernel_id)
         self.body(set())
-        if provisioner.state not in (State.RUNNING, State.SUSPENDED):
+        if provisioner.state not in (State.RUNNING, State.SUSPENDED, State.OFF_GPU):
             raise StateError(f"The kernel is {provisioner.state.value} already.", hint="The next cell wakes it.")
         self.reply({"policy": self.app.idle.keep(kernel_id)})
 

@@ -18,7 +18,7 @@ export type State =
   | 'restoring'
   | 'dead';
 
-export type Verb = 'suspend' | 'resume' | 'checkpoint' | 'restore';
+export type Verb = 'suspend' | 'resume' | 'checkpoint' | 'save' | 'back' | 'restore';
 
 /** When to suspend a busy kernel: now, which is refused, or when its cells have finished. */
 export type When = 'now' | 'idle';
@@ -110,6 +110,14 @@ export interface IFinding {
 export interface IPreflight {
   ok: boolean;
   findings: IFinding[];
+}
+
+export interface ISavePoint {
+  name: string;
+  /** The number of the last cell that was run. */
+  cell: number;
+  created: number;
+  bytes: number;
 }
 
 export interface IImage {

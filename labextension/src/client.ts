@@ -3,7 +3,19 @@
 import { URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
 
-import type { IErrorDetail, IGpus, IImage, IJob, IKernel, IOutlook, IPreflight, IStatus, Verb, When } from './api';
+import type {
+  IErrorDetail,
+  IGpus,
+  IImage,
+  IJob,
+  IKernel,
+  IOutlook,
+  IPreflight,
+  ISavePoint,
+  IStatus,
+  Verb,
+  When
+} from './api';
 
 /** The server refused; what it says is for the user. */
 export class Refused extends Error {
@@ -57,6 +69,24 @@ export class Client {
   /** Begin the kernel's idleness anew. */
   keep(id: string): Promise<{ policy: IOutlook | null }> {
     return this.request('POST', 'kernels', id, 'keep');
+  }
+
+  /** The save points of a kernel, oldest first. */
+  saves(id: string): Promise<ISavePoint[]> {
+    return this.request('GET', 'kernels', id, 'saves');
+  }
+
+  save(id: string, name: string): Promise<IJob> {
+    return this.send('POST', ['kernels', id, 'save'], JSON.stringify({ name }));
+  }
+
+  /** `files`: what the kernel gets of files that are not as they were. */
+  back(id: string, name: string, files: 'then' | 'now' | null = null): Promise<IJob> {
+    return this.send('POST', ['kernels', id, 'back'], JSON.stringify({ name, ...(files && { files }) }));
+  }
+
+  async removeSave(id: string, name: string): Promise<void> {
+    await this.request('DELETE', 'kernels', id, 'saves', name);
   }
 
   gpus(): Promise<IGpus> {

@@ -15,6 +15,7 @@ import { IDS } from './ids';
 import { sum, type KernelModel } from './kernel';
 import { nameOf, pathOf } from './notebooks';
 import type { Notifier } from './notifications';
+import { SavePoints } from './savePoints';
 import { bytes, duration, failed, phase as word } from './words';
 
 export class GpuPanel extends ReactWidget {
@@ -182,7 +183,14 @@ export class GpuPanel extends ReactWidget {
         >
           {nameOf(services, kernel.id)}
         </button>
-        <span className="jp-gpuCkpt-facts">{facts.filter(Boolean).join(' · ')}</span>
+        <span className="jp-gpuCkpt-facts">
+          {facts.filter(Boolean).map((fact, index) => (
+            <React.Fragment key={fact}>
+              {index > 0 && ' · '}
+              <span>{fact}</span>
+            </React.Fragment>
+          ))}
+        </span>
         <button
           className="jp-gpuCkpt-link"
           disabled={!commands.isEnabled(action, args)}
@@ -191,6 +199,15 @@ export class GpuPanel extends ReactWidget {
         >
           {awake ? (deviceBytes > 0 ? trans.__('Suspend') : trans.__('Checkpoint')) : trans.__('Wake')}
         </button>
+        {kernel.phase !== 'plain' && (
+          <SavePoints
+            context={this.context}
+            notifier={this.notifier}
+            kernel={kernel}
+            isOpen={this._open.has(kernel.id)}
+            onToggle={isOpen => this._toggle(kernel.id, isOpen)}
+          />
+        )}
         {kernel.children.length > 0 && (
           <details className="jp-gpuCkpt-children">
             <summary>{trans._n('%1 child process', '%1 child processes', kernel.children.length)}</summary>
@@ -247,6 +264,17 @@ export class GpuPanel extends ReactWidget {
     );
   }
 
+  private _toggle(id: string, isOpen: boolean): void {
+    if (isOpen !== this._open.has(id)) {
+      if (isOpen) {
+        this._open.add(id);
+      } else {
+        this._open.delete(id);
+      }
+      this.update();
+    }
+  }
+
   /** Seconds since the kernel was used, as the application knows them. */
   private _idle(id: string): string {
     const { services, trans } = this.context;
@@ -276,6 +304,8 @@ export class GpuPanel extends ReactWidget {
   }
 
   private readonly _clock: Poll;
+  /** Kernels whose save points are listed. */
+  private readonly _open = new Set<string>();
   /** The kernel whose failures are to come into sight. */
   private _wanted = '';
 }

@@ -25,6 +25,8 @@ const PHASES: Record<State, Phase> = {
 const BECOMING: Record<Verb, Phase> = {
   suspend: 'suspending',
   checkpoint: 'checkpointing',
+  save: 'running',
+  back: 'waking',
   resume: 'waking',
   restore: 'waking'
 };
@@ -212,6 +214,7 @@ const REMEMBERED = 5;
 const VERBS: Partial<Record<State, Verb>> = {
   suspending: 'suspend',
   dumping: 'checkpoint',
+  saving: 'save',
   resuming: 'resume',
   restoring: 'restore'
 };
@@ -219,6 +222,8 @@ const VERBS: Partial<Record<State, Verb>> = {
 const GOALS: Record<Verb, State> = {
   suspend: 'suspended',
   checkpoint: 'checkpointed',
+  save: 'running',
+  back: 'running',
   resume: 'running',
   restore: 'running'
 };

@@ -191,7 +191,10 @@ export class Notifier {
       const { services, trans } = this.context;
       const name = nameOf(services, kernel.id);
       const seconds = duration(outcome.seconds);
-      let text = trans.__('%1 is awake again, after %2.', name, seconds);
+      let text =
+        outcome.verb === 'save'
+          ? trans.__('The variables of %1 are saved, after %2.', name, seconds)
+          : trans.__('%1 is awake again, after %2.', name, seconds);
       if (leaves) {
         const done = outcome.verb === 'suspend' ? trans.__('suspended') : trans.__('asleep');
         text =

@@ -66,6 +66,8 @@ export function doing(verb: Verb, notebook: string, trans: TranslationBundle): s
       return trans.__('Suspending %1', notebook);
     case 'checkpoint':
       return trans.__('Checkpointing %1', notebook);
+    case 'save':
+      return trans.__('Saving %1', notebook);
     default:
       return trans.__('Waking %1', notebook);
   }
@@ -78,6 +80,10 @@ export function failed(verb: Verb, notebook: string, trans: TranslationBundle): 
       return trans.__('%1 was not suspended.', notebook);
     case 'checkpoint':
       return trans.__('%1 was not put to sleep.', notebook);
+    case 'save':
+      return trans.__('The variables of %1 were not saved.', notebook);
+    case 'back':
+      return trans.__('%1 did not go back to its save point.', notebook);
     default:
       return trans.__('%1 could not be woken.', notebook);
   }

@@ -199,6 +199,28 @@ def test_the_panel_shows_host_memory_and_child_processes(tab):
     server.run(kernel_id, "for child in children: child.kill(), child.wait()")
 
 
+def test_variables_are_saved_and_come_back_in_the_panel(tab):
+    page, server, kernel_id = tab.page, tab.window.server, tab.kernel_id()
+    row = open_panel(tab).locator("li", has_text="train.ipynb").first
+    row.get_by_text("on the GPU").wait_for()
+    row.get_by_text("Save points").click()
+    row.get_by_role("button", name="Save now").click()
+    page.locator(".jp-Dialog input").fill("before")
+    page.keyboard.press("Enter")
+    back = row.get_by_role("button", name="Go back to before", exact=True)
+    back.wait_for()
+    tab.picture("save-points")
+    assert_accessible(page, PANEL)
+    server.run(kernel_id, "x = 7")
+    back.click()
+    page.locator(".jp-Dialog", has_text="saved before").locator(".jp-mod-accept").click()
+    until(lambda: server.run(kernel_id, "print(x)") == "41" or page.wait_for_timeout(200))
+    tab.wait_for_phase("running")
+    row.get_by_role("button", name="Delete before", exact=True).click()
+    page.locator(".jp-Dialog .jp-mod-accept").click()
+    back.wait_for(state="detached")
+
+
 def test_failures_are_listed_with_what_helps_and_stay_when_it_has_helped(tab):
     server, page = tab.window.server, tab.page
     server.run(tab.kernel_id(), DAEMON)

@@ -1,0 +1,138 @@
+/** The save points of one kernel, in the panel: listed once opened; made, gone back to and deleted. */
+
+import { Dialog, InputDialog, showDialog } from '@jupyterlab/apputils';
+import * as React from 'react';
+
+import type { ISavePoint } from './api';
+import { Refused } from './client';
+import type { IContext } from './context';
+import type { KernelModel } from './kernel';
+import type { Notifier } from './notifications';
+import { bytes, duration } from './words';
+
+interface IProps {
+  context: IContext;
+  notifier: Notifier;
+  kernel: KernelModel;
+  /** Kept by the panel: the kernel's row moves with its memory, also during a save. */
+  isOpen: boolean;
+  onToggle: (isOpen: boolean) => void;
+}
+
+export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IProps): React.JSX.Element {
+  const { client, trans } = context;
+  const [points, setPoints] = React.useState<ISavePoint[]>([]);
+  const load = () => void client.saves(kernel.id).then(setPoints, () => setPoints([]));
+  // A save, or a way back, ends with a new state.
+  React.useEffect(() => {
+    if (isOpen && kernel.phase === 'running') {
+      load();
+    }
+  }, [isOpen, kernel.phase, kernel.since]);
+  const disabled = kernel.phase !== 'running';
+  return (
+    <details className="jp-gpuCkpt-children" open={isOpen} onToggle={event => onToggle(event.currentTarget.open)}>
+      <summary>{trans.__('Save points')}</summary>
+      <ul>
+        {points.map(point => (
+          <li key={point.name}>
+            <span title={trans.__('after cell %1', point.cell)}>
+              {point.name} · {bytes(point.bytes)} · {duration(Math.max(0, Date.now() / 1000 - point.created))}
+            </span>
+            <span>
+              <button
+                className="jp-gpuCkpt-link"
+                disabled={disabled}
+                aria-label={trans.__('Go back to %1', point.name)}
+                onClick={() => void goBack(context, notifier, kernel, point.name)}
+              >
+                {trans.__('Go back')}
+              </button>{' '}
+              <button
+                className="jp-gpuCkpt-link"
+                disabled={disabled}
+                aria-label={trans.__('Delete %1', point.name)}
+                onClick={() => void remove(context, notifier, kernel, point).then(load)}
+              >
+                {trans.__('Delete')}
+              </button>
+            </span>
+          </li>
+        ))}
+      </ul>
+      <button
+        className="jp-gpuCkpt-link"
+        disabled={disabled}
+        title={trans.__('Save all variables; the kernel runs on')}
+        onClick={() => void save(context, notifier, kernel)}
+      >
+        {trans.__('Save now')}
+      </button>
+    </details>
+  );
+}
+
+async function save({ client, trans }: IContext, notifier: Notifier, kernel: KernelModel): Promise<void> {
+  const { value } = await InputDialog.getText({
+    title: trans.__('Save all variables'),
+    label: trans.__('Name of the save point'),
+    text: new Date().toISOString().slice(0, 19).replace('T', ' ')
+  });
+  if (value) {
+    await client.save(kernel.id, value.trim()).catch((error: unknown) => notifier.refused(kernel, 'save', error));
+  }
+}
+
+async function goBack(context: IContext, notifier: Notifier, kernel: KernelModel, name: string): Promise<void> {
+  const { client, trans } = context;
+  const { button } = await showDialog({
+    title: trans.__('Go back to %1?', name),
+    body: trans.__('The present variables are saved before, as a save point of their own.'),
+    buttons: [Dialog.cancelButton(), Dialog.okButton({ label: trans.__('Go back') })]
+  });
+  if (!button.accept) {
+    return;
+  }
+  try {
+    await client.back(kernel.id, name);
+  } catch (error) {
+    const files = isAboutFiles(error) ? await chooseFiles(context, error) : null;
+    if (files !== null) {
+      await client.back(kernel.id, name, files).catch((second: unknown) => notifier.refused(kernel, 'back', second));
+    } else if (!isAboutFiles(error)) {
+      notifier.refused(kernel, 'back', error);
+    }
+  }
+}
+
+function isAboutFiles(error: unknown): error is Refused {
+  return error instanceof Refused && error.detail?.code === 'FILES_DIFFER';
+}
+
+/** What the kernel gets of files that are not as they were; null: the user does not go back. */
+async function chooseFiles({ trans }: IContext, error: Refused): Promise<'then' | 'now' | null> {
+  const then = Dialog.okButton({ label: trans.__('Put files back') });
+  const now = Dialog.okButton({ label: trans.__('Leave files as they are') });
+  const { button } = await showDialog({
+    title: trans.__('Some files are not as they were'),
+    body: error.message,
+    buttons: [Dialog.cancelButton(), then, now]
+  });
+  return button.label === then.label ? 'then' : button.label === now.label ? 'now' : null;
+}
+
+async function remove(
+  { client, trans }: IContext,
+  notifier: Notifier,
+  kernel: KernelModel,
+  point: ISavePoint
+): Promise<void> {
+  const { button } = await showDialog({
+    title: trans.__('Delete the save point %1?', point.name),
+    body: trans.__('This frees %1 of disk space.', bytes(point.bytes)),
+    buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: trans.__('Delete') })]
+  });
+  if (button.accept) {
+    await client.removeSave(kernel.id, point.name).catch((error: unknown) => notifier.refused(kernel, 'save', error));
+  }
+}

@@ -22,7 +22,7 @@ from jupyter_gpu_ckpt.doctor.checks import NATIVE_PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 URL = "https://example.org/owner/project"
-PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 
 
 def setup() -> configparser.ConfigParser:

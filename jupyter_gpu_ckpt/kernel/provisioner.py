@@ -131,10 +131,11 @@ class GpuCkptProvisioner(LocalProvisioner):
     ).tag(config=True)
 
     fast_path = Enum(
-        ["auto", "off"],
+        ["auto", "kernel", "off"],
         "auto",
-        help="`auto`: kernels on a host with an NVIDIA GPU preload a library that moves their device memory at the "
-        "rate of the bus. `off`: the CUDA driver moves it, which is slower, and the threads of a suspended kernel "
+        help="`auto`: kernels on a host with an NVIDIA GPU, and the programs that they start, preload a library that "
+        "moves their device memory at the rate of the bus. `kernel`: those programs do not, for some that do not "
+        "bear LD_PRELOAD. `off`: the CUDA driver moves it, which is slower, and the threads of a suspended kernel "
         "stand still; a kernel that shares device memory with other processes (CUDA IPC) needs that.",
     ).tag(config=True)
     keep_chunks = Bool(
@@ -404,7 +405,7 @@ class GpuCkptProvisioner(LocalProvisioner):
                 keep_chunks=self.keep_chunks,
                 write_ahead=self.write_ahead,
             ),
-            fast_path=self.fast_path == "auto",
+            fast_path=self.fast_path,
             stdout=kwargs.get("stdout"),
             stderr=kwargs.get("stderr"),
         )

@@ -15,9 +15,6 @@ from .context import Attempt, KernelState, Saved
 from .plans import State
 from .suspend import open_gate, request_agent
 
-#: The driver's states in which a process has its device memory on the GPU.
-_ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
-
 
 def reserve(attempt: Attempt) -> None:
     """Prove that the GPU has enough free memory, and reserve it until the driver has done its part."""
@@ -46,8 +43,10 @@ def _is_on_gpu(kernel: KernelState) -> bool:
     """Return whether the device memory is back: an earlier try may have ended between restore and unlock."""
     if kernel.capsule is None:
         return False
-    on_gpu = all(state in _ON_GPU for state in cuda_processes.states(kernel).values())
-    return on_gpu and not kernel.fast_path().swapped_out()
+    states = cuda_processes.states(kernel)
+    if any(state not in cuda_processes.ON_GPU for state in states.values()):
+        return False
+    return not cuda_processes.swapped_out(kernel, {kernel.capsule.host_pid, *states})
 
 
 def cuda_resume(attempt: Attempt) -> None:
@@ -60,8 +59,9 @@ def cuda_resume(attempt: Attempt) -> None:
     missing = attempt.unwinding and not _is_on_gpu(kernel)
     with _reservation(attempt) if missing else contextlib.nullcontext():
         capsule, deadline = kernel.require_capsule(), kernel.deadline(attempt.traced.bytes)
+        kernel.fast_path().swapped_out()  # raises first if an owner of another release has suspended the processes
         cuda_processes.resume_children(kernel, attempt.gpu_mapping, deadline)
-        if (state := kernel.engine.cuda.state(capsule.host_pid)) not in (*_ON_GPU, CudaState.NONE):
+        if (state := kernel.engine.cuda.state(capsule.host_pid)) not in (*cuda_processes.ON_GPU, CudaState.NONE):
             kernel.restored_on_gpu = True
             kernel.engine.cuda.restore(capsule.host_pid, attempt.gpu_mapping, timeout_s=deadline)
         if state is not CudaState.NONE:
@@ -139,10 +139,10 @@ def supersede_images(kernel: KernelState) -> None:
 
 def repair(kernel: KernelState, capsule: Capsule) -> State:
     """Return the state of a kernel whose owner ended, RUNNING or SUSPENDED; repair what is half done."""
-    pid, fast_path = capsule.host_pid, kernel.fast_path(capsule)
+    fast_path = kernel.fast_path(capsule)
     states = cuda_processes.states(kernel)
-    state = states.get(pid)
-    warm, frozen = state is CudaState.LOCKED and fast_path.swapped_out(), fast_path.is_frozen()
+    locked = [each for each in states if states[each] is CudaState.LOCKED]
+    warm, frozen = cuda_processes.swapped_out(kernel, locked), fast_path.is_frozen()
     kernel.spill_directory = fast_path.disk_directory()
     if CudaState.CHECKPOINTED in states.values() or warm or frozen:
         # How much device memory it had is not known any more; the memory of the processes and the files of its
@@ -156,7 +156,7 @@ def repair(kernel: KernelState, capsule: Capsule) -> State:
             kernel.refusal = cuda_processes.explained(kernel, refusal, at_lock=True)
         return State.SUSPENDED
     deadline = kernel.deadline(host_memory.spilled_bytes(kernel))
-    cuda_processes.resume_children(kernel, None, deadline)  # only locked ones
+    cuda_processes.resume_children(kernel, None, deadline)  # none that is suspended
     fast_path.swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
     capsule.unfreeze_threads(all=True)
     host_memory.end_spill(kernel)

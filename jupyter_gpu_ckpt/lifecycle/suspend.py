@@ -68,6 +68,7 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
     own = kernel.engine.gpus.used_by(capsule.host_pid) if device_bytes else {}
     if own and (why := kernel.fast_path().why_slow(sum(own.values()))):
         found.append(PreflightFinding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
+    found += [PreflightFinding("DRIVERS_RATE", text) for text in cuda_processes.slow_children(kernel, device_bytes)]
     return found
 
 
@@ -214,6 +215,7 @@ def cuda_suspend(attempt: Attempt) -> None:
     kernel, settings, saved = attempt.kernel, attempt.kernel.settings, attempt.kernel.saved
     capsule, cuda, gpus = kernel.require_capsule(), kernel.engine.cuda, kernel.engine.gpus
     pid = capsule.host_pid
+    cuda_processes.remove_stale_sockets(kernel)
     using = [*cuda_processes.states(kernel)]
     if pid not in using:
         refuse_device_files(kernel)
@@ -224,8 +226,7 @@ def cuda_suspend(attempt: Attempt) -> None:
     kernel.inherited = cuda_processes.inherited_files(kernel, using)
     try:
         unlockable = None
-        if pid in using:
-            kernel.fast_path().close_launch_gate(_LOCKS * settings.cuda)
+        cuda_processes.close_launch_gates(kernel, using, _LOCKS * settings.cuda)
         try:
             locked = cuda_processes.lock(kernel)
         except errors.UnsupportedCuda as error:
@@ -243,19 +244,19 @@ def cuda_suspend(attempt: Attempt) -> None:
                 raise unlockable
             saved.cuda, kernel.refusal = True, unlockable
             return
-        moved = 0
-        if pid in locked:
-            moved = kernel.fast_path().swap_out(lock_s=settings.cuda, timeout_s=deadline, choose_directory=choose)
+        if children := [each for each in locked if each != pid]:  # theirs cannot go to the disk
+            host_memory.require_memory(sum(gpus.used_by(*children).values()))
+        swapped = cuda_processes.swap_out(kernel, locked, timeout_s=deadline, choose_directory=choose)
+        moved = swapped.get(pid, 0)
         if not moved:
             host_memory.end_spill(kernel)
         # If allocations that were to go to the disk were not swapped out: the driver moves them to host memory.
-        host_memory.require_memory(max(0, total - moved))
+        host_memory.require_memory(max(0, total - sum(swapped.values())))
         warm = settings.warm and moved > 0 and attempt.goal is State.SUSPENDED
-        if pid in locked:
-            # For good, and before the driver suspends: some calls do not wait at its lock, and then end the process.
-            kernel.fast_path().close_launch_gate()
+        # For good, and before the driver suspends: some calls do not wait at its lock, and then end the process.
+        cuda_processes.close_launch_gates(kernel, locked)
         cuda_processes.keep_from_driver(kernel, [each for each in locked if each != pid or not warm])
-        cuda_processes.checkpoint(kernel, [each for each in locked if each != pid], deadline)
+        cuda_processes.checkpoint(kernel, children, deadline)
         if pid in locked and not warm:  # else the lock alone keeps the kernel from CUDA
             try:
                 driver_checkpoint(kernel, deadline)

@@ -10,13 +10,15 @@ struct allocation {
     CUdeviceptr address; /* 0: a free slot */
     size_t bytes;        /* a multiple of the driver's granularity */
     size_t requested;    /* of the program */
-    CUcontext context;
+    CUcontext context; /* NULL: of a pool, and its context was destroyed */
     CUdevice device;
     enum { UNMAPPED, MAPPED, ACCESSIBLE } state;
     bool has_handle; /* while it is mapped, and afterwards if the driver refused to release the handle */
     CUmemGenericAllocationHandle handle;
     size_t offset; /* in host memory, of a copied allocation; or NOT_COPIED */
     bool freed;    /* by the program; given back later (`allocation_postpone`) */
+    bool retired;  /* and given out again (`pools.h`) */
+    unsigned pool; /* number of the pool that it was allocated from; 0: by cuMemAlloc */
     CUevent after;
     /* Its number if another process may have it mapped, else 0: then it is not swapped (`ipc.c`). */
     unsigned long long shared;
@@ -28,8 +30,16 @@ struct allocation {
 /* A process with more devices is not served: the driver allocates all its memory. */
 #define MAX_DEVICES 16
 
-/* Create an allocation in this thread's current context; 0 if the library cannot, and the driver is to allocate. */
-CUdeviceptr allocation_create(size_t bytes);
+/* Create an allocation in this thread's current context, of a pool or (0) of none; 0 if the library cannot, and the
+ * driver is to allocate. */
+CUdeviceptr allocation_create(size_t bytes, unsigned pool);
+
+/* Copy the facts of the allocation that begins at the address; false if there is none. */
+bool allocation_at(CUdeviceptr address, struct allocation *found);
+
+/* Take an allocation of a pool from the program, and copy its facts; and give it to the program again. */
+bool allocation_retire(CUdeviceptr address, struct allocation *retired);
+bool allocation_reuse(CUdeviceptr address, size_t requested);
 
 /* Find out whether an allocation begins at the address, and in which context. */
 bool allocation_lookup(CUdeviceptr address, CUcontext *context);
@@ -69,11 +79,6 @@ CUresult allocation_unmap(struct allocation *allocation);
 
 /* Number of allocations and their bytes; may be called at any time. */
 void allocations_total(size_t *count, size_t *bytes);
-
-/* Lock the table: threads that allocate meanwhile wait (none should, see `swap.h`).  False if another thread has it for
- * a second: one that a signal has stopped for good within a few instructions of ours. */
-bool allocations_lock(void);
-void allocations_unlock(void);
 
 /* Forget all allocations, in a child that was just forked. */
 void allocations_in_child(void);

@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "pools.h"
 #include "serving.h"
 
 enum { RELAXED = 2 };                   /* a capture mode of a thread */
@@ -49,6 +50,8 @@ static bool is_captured(const struct driver *cu, CUstream stream)
     return cu->cuStreamIsCapturing != NULL && cu->cuStreamIsCapturing(stream, &status) == CUDA_SUCCESS &&
            status != NONE;
 }
+
+bool capture_has_begun(void) { return atomic_load(&captures) != 0; }
 
 /* A capture whose end was not seen must not delay for ever what waits for it.  Of a thread's own default stream only
  * that thread could ask. */
@@ -112,11 +115,6 @@ static CUresult end(CUstream stream, CUgraph *graph, bool per_thread, CUresult (
     return result;
 }
 
-#define DRIVER_WITH(name)                                                                                              \
-    const struct driver *original = any_driver();                                                                      \
-    if (original == NULL || original->name == NULL)                                                                    \
-        return CUDA_ERROR_NOT_INITIALIZED
-
 #define BEGIN(name, per_thread)                                                                                        \
     CUresult name(CUstream stream, int mode)                                                                           \
     {                                                                                                                  \
@@ -158,6 +156,7 @@ END(cuStreamEndCapture_ptsz, true)
     {                                                                                                                  \
         DRIVER_WITH(name);                                                                                             \
         forget(stream); /* and its capture, if there is one, ends */                                                   \
+        pools_forget_stream(stream);                                                                                   \
         return original->name(stream);                                                                                 \
     }
 DESTROY(cuStreamDestroy)

@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 
 #include "host_memory.h"
+#include "mappings.h"
 #include "rwlock_release.h"
 
 /* Bytes of one copy, and number of threads.  Measured on an H200 with 16 CPU cores, files of tmpfs, GB/s out and in: 4
@@ -228,42 +229,57 @@ static void end(struct work *work)
     fail(result);
 }
 
-static bool is_copied(const struct allocation *each) { return each->address != 0 && each->offset != NOT_COPIED; }
+/* Memory of both tables, by one number after the other. */
+static bool next_copied(size_t *at, struct copied *next)
+{
+    size_t slots;
+    struct allocation *table = allocations_table(&slots);
+    for (; *at < slots; (*at)++) {
+        const struct allocation *each = &table[*at];
+        if (each->address != 0 && each->offset != NOT_COPIED) {
+            *next = (struct copied){each->context, each->address, each->bytes, each->offset};
+            (*at)++;
+            return true;
+        }
+    }
+    size_t mapped = *at - slots;
+    bool found = mappings_copied(&mapped, next);
+    *at = slots + mapped;
+    return found;
+}
 
-static size_t parts_of(const struct allocation *each) { return (each->bytes + PART_BYTES - 1) / PART_BYTES; }
+static size_t parts_of(const struct copied *each) { return (each->bytes + PART_BYTES - 1) / PART_BYTES; }
 
-/* Make one work for each context that has copied allocations, and count its parts; the number of works, or SIZE_MAX:
- * too many. */
+/* Make one work for each context that has memory to copy, and count its parts; the number of works, or SIZE_MAX: too
+ * many. */
 static size_t divide(struct work *works)
 {
-    size_t slots, count = 0;
-    struct allocation *table = allocations_table(&slots);
-    for (size_t at = 0; at < slots; at++) {
-        if (!is_copied(&table[at]))
-            continue;
+    size_t count = 0;
+    struct copied each;
+    for (size_t at = 0; next_copied(&at, &each);) {
         size_t which = 0;
-        while (which < count && works[which].context != table[at].context)
+        while (which < count && works[which].context != each.context)
             which++;
         if (which == MAX_CONTEXTS)
             return SIZE_MAX;
         if (which == count) {
-            works[which] = (struct work){.context = table[at].context, .ring = &rings[which]};
+            works[which] = (struct work){.context = each.context, .ring = &rings[which]};
             count++;
         }
-        works[which].count += parts_of(&table[at]);
+        works[which].count += parts_of(&each);
     }
     return count;
 }
 
 static void list_parts(struct work *work)
 {
-    size_t slots, count = 0;
-    struct allocation *table = allocations_table(&slots);
-    for (size_t at = 0; at < slots; at++)
-        if (is_copied(&table[at]) && table[at].context == work->context)
-            for (size_t offset = 0; offset < table[at].bytes; offset += PART_BYTES) {
-                size_t rest = table[at].bytes - offset;
-                work->parts[count++] = (struct part){table[at].address + offset, table[at].offset + offset,
+    size_t count = 0;
+    struct copied each;
+    for (size_t at = 0; next_copied(&at, &each);)
+        if (each.context == work->context)
+            for (size_t offset = 0; offset < each.bytes; offset += PART_BYTES) {
+                size_t rest = each.bytes - offset;
+                work->parts[count++] = (struct part){each.address + offset, each.offset + offset,
                                                        rest < PART_BYTES ? rest : PART_BYTES};
             }
 }
@@ -311,28 +327,34 @@ CUresult copies_run(bool outwards)
 
 bool copies_pending(void) { return atomic_load(&pending); }
 
-/* List the contexts that have allocations; their number, or SIZE_MAX: too many. */
-static size_t with_allocations(CUcontext *contexts)
+static size_t add_context(CUcontext *contexts, size_t count, CUcontext context)
+{
+    for (size_t at = 0; at < count; at++)
+        if (contexts[at] == context)
+            return count;
+    if (count < MAX_CONTEXTS)
+        contexts[count] = context;
+    return count + 1;
+}
+
+/* List the contexts that have memory; their number, or SIZE_MAX: too many. */
+static size_t with_memory(CUcontext *contexts)
 {
     size_t slots, count = 0;
     struct allocation *table = allocations_table(&slots);
-    for (size_t at = 0; at < slots; at++) {
-        size_t which = 0;
-        while (which < count && contexts[which] != table[at].context)
-            which++;
-        if (table[at].address == 0 || which < count)
-            continue;
-        if (count == MAX_CONTEXTS)
-            return SIZE_MAX;
-        contexts[count++] = table[at].context;
-    }
-    return count;
+    for (size_t at = 0; at < slots && count <= MAX_CONTEXTS; at++)
+        if (table[at].address != 0 && table[at].context != NULL)
+            count = add_context(contexts, count, table[at].context);
+    for (CUdevice device = 0; device < MAX_DEVICES && count <= MAX_CONTEXTS; device++)
+        if (mappings_context(device) != NULL)
+            count = add_context(contexts, count, mappings_context(device));
+    return count <= MAX_CONTEXTS ? count : SIZE_MAX;
 }
 
 CUresult copies_wait(void)
 {
     CUcontext contexts[MAX_CONTEXTS];
-    size_t count = with_allocations(contexts);
+    size_t count = with_memory(contexts);
     CUresult result = count == SIZE_MAX ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
     for (size_t at = 0; at < count && result == CUDA_SUCCESS; at++) {
         result = driver()->cuCtxSetCurrent(contexts[at]);
@@ -374,7 +396,7 @@ CUresult copies_dry_run(void)
         return CUDA_SUCCESS;
     if (rwlock_probe_is_busy())
         return CUDA_ERROR_NOT_READY;
-    dry_run.count = with_allocations(dry_run.contexts);
+    dry_run.count = with_memory(dry_run.contexts);
     if (dry_run.count == SIZE_MAX)
         return CUDA_ERROR_NOT_SUPPORTED;
     return dry_run.count != 0 ? rwlock_release(run_dry) : CUDA_SUCCESS;

@@ -242,6 +242,8 @@ static size_t index_of(const void *function)
     return ((uintptr_t)function - (uintptr_t)gpu_ckpt_gated) / FUNCTION_BYTES;
 }
 
+bool launch_gate_has_function(const void *function) { return index_of(function) < NAMES; }
+
 bool launch_gate_is_missing(const void *function)
 {
     size_t at = index_of(function);
@@ -367,6 +369,7 @@ __asm__(".macro gpu_ckpt_next\n"
 #else
 
 void launch_gate_prepare(void *library) { (void)library; }
+bool launch_gate_has_function(const void *function) { return (void)function, false; }
 bool launch_gate_is_missing(const void *function) { return (void)function, false; }
 void *launch_gate_function(void *original) { return original; }
 

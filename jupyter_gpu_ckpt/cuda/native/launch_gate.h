@@ -27,7 +27,10 @@ bool launch_gate_has(const char *name);
  * if there are too many. */
 void *launch_gate_function(void *original);
 
-/* Whether a function is one that this library exports and that the driver lacks. */
+/* Whether a function is one that this library exports by a name. */
+bool launch_gate_has_function(const void *function);
+
+/* The same, and the driver lacks it. */
 bool launch_gate_is_missing(const void *function);
 
 /* Pass the gate: CUDA_SUCCESS, or the error to return instead of calling the driver. */

@@ -401,7 +401,7 @@ static void perform(const struct operation *operation, CUcontext context)
 static void *run(void *argument)
 {
     CUstream stream = argument;
-    pthread_setname_np(pthread_self(), "cuda-double");
+    pthread_setname_np(pthread_self(), "cuda-EvtHandlr");
     pthread_mutex_lock(&mutex);
     for (;;) {
         while (stream->first == NULL && !stream->ends)
@@ -498,8 +498,7 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
     stream->ends = true;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
-    pthread_join(stream->thread, NULL);
-    free(stream);
+    pthread_join(stream->thread, NULL); /* events of it still exist, so it is not freed */
     __atomic_sub_fetch(&stream_count, 1, __ATOMIC_RELAXED);
     return CUDA_SUCCESS;
 }
@@ -530,6 +529,16 @@ EXPORT CUresult cuStreamQuery(CUstream stream)
     CUresult result = stream->done == stream->asked ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
     pthread_mutex_unlock(&mutex);
     return result;
+}
+
+EXPORT CUresult cuStreamGetCtx(CUstream stream, CUcontext *context)
+{
+    ENTER();
+    stream = actual(stream);
+    if (stream == NULL)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    *context = stream->context;
+    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags)
@@ -571,7 +580,8 @@ EXPORT CUresult cuEventSynchronize(CUevent event)
     pthread_mutex_lock(&mutex);
     if (event->stream == NULL)
         misuse("cuEventSynchronize: never recorded");
-    place(event->context, event->stream, __func__);
+    if (!event->stream->ends)
+        place(event->context, event->stream, __func__);
     while (event->stream->done < event->asked)
         pthread_cond_wait(&changed, &mutex);
     pthread_mutex_unlock(&mutex);
@@ -714,7 +724,7 @@ size_t events_outstanding(void) { return __atomic_load_n(&event_count, __ATOMIC_
 EXPORT CUresult cuMemcpyDtoHAsync_v2(void *host, CUdeviceptr device, size_t bytes, CUstream stream)
 {
     ENTER();
-    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes))
+    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes, 1))
         misuse("%s(%p, %#llx, %zu): outside of what is there", __func__, host, device, bytes);
     ask(stream, (struct operation){OUT, device, host, bytes, 0, delay, NULL}, __func__);
     return CUDA_SUCCESS;
@@ -723,7 +733,7 @@ EXPORT CUresult cuMemcpyDtoHAsync_v2(void *host, CUdeviceptr device, size_t byte
 EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void *host, size_t bytes, CUstream stream)
 {
     ENTER();
-    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes))
+    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes, 3))
         misuse("%s(%#llx, %p, %zu): outside of what is there", __func__, device, host, bytes);
     ask(stream, (struct operation){IN, device, (char *)host, bytes, 0, delay, NULL}, __func__);
     return CUDA_SUCCESS;
@@ -731,13 +741,16 @@ EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void *host, size_
 
 EXPORT void double_set_delay(unsigned microseconds) { delay = microseconds; }
 
+EXPORT CUresult double_launch_on(CUstream stream, CUdeviceptr address, size_t bytes, int value, unsigned microseconds)
+{
+    if (!device_range_is_usable(address, bytes, 3))
+        misuse("an illegal address: %#llx, %zu bytes", address, bytes);
+    ask(actual(stream), (struct operation){FILL, address, NULL, bytes, value, microseconds, NULL}, __func__);
+    return CUDA_SUCCESS;
+}
+
 EXPORT CUresult double_launch(CUdeviceptr address, size_t bytes, int value, unsigned microseconds)
 {
-    CUcontext context = needed(__func__);
-    if (context->launches == NULL)
-        context->launches = stream_of(context);
-    if (!device_range_is_usable(address, bytes))
-        misuse("an illegal address: %#llx, %zu bytes", address, bytes);
-    ask(context->launches, (struct operation){FILL, address, NULL, bytes, value, microseconds, NULL}, __func__);
-    return CUDA_SUCCESS;
+    needed(__func__);
+    return double_launch_on(NULL, address, bytes, value, microseconds);
 }

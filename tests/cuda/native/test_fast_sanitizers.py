@@ -85,6 +85,7 @@ def hammer(subject: Subject, threads: int, rounds: int, still) -> None:
     subject.intact(len(kept))
     for number in kept:
         subject.free(number)
+    assert subject.ask("synchronize") == subject.ask("trim") == "0"
     out = subject.outstanding()
     assert {kind: count for kind, count in out.items() if count} == {}
 

@@ -142,7 +142,7 @@ bool allocation_retire(CUdeviceptr address, struct allocation *retired)
     return exists;
 }
 
-bool allocation_reuse(CUdeviceptr address, size_t requested)
+bool allocation_reuse(CUdeviceptr address, size_t requested, CUcontext context)
 {
     table_lock();
     struct allocation *allocation = find(address);
@@ -150,6 +150,7 @@ bool allocation_reuse(CUdeviceptr address, size_t requested)
     if (exists) {
         allocation->freed = allocation->retired = false;
         allocation->requested = requested;
+        allocation->context = context; /* its last one may have been destroyed */
     }
     table_unlock();
     return exists;
@@ -197,7 +198,7 @@ bool allocation_shared(unsigned long long number, struct allocation *found)
     return is_shared;
 }
 
-CUresult allocation_postpone(CUdeviceptr address, CUevent after)
+CUresult allocation_postpone(CUdeviceptr address, CUevent after, CUcontext recorded_in)
 {
     table_lock();
     struct allocation *allocation = find(address);
@@ -205,6 +206,7 @@ CUresult allocation_postpone(CUdeviceptr address, CUevent after)
     if (found) {
         allocation->freed = true;
         allocation->after = after;
+        allocation->recorded_in = recorded_in;
         postponed++;
     }
     table_unlock();
@@ -442,14 +444,29 @@ static bool next_doomed(CUcontext context, bool keep, struct allocation *removed
     return found;
 }
 
+/* Their work is done, and the events have gone with the context. */
+static void forget_events(CUcontext context)
+{
+    table_lock();
+    for (size_t at = 0; at < slots; at++)
+        if (table[at].address != 0 && table[at].after != NULL && table[at].recorded_in == context)
+            table[at].after = NULL;
+    table_unlock();
+}
+
 void allocations_of_destroyed(CUcontext context, bool destroyed)
 {
     struct allocation allocation;
+    if (destroyed)
+        forget_events(context);
     while (next_doomed(context, !destroyed, &allocation)) {
         if (allocation.address == 0)
             continue;
         postponed -= allocation.freed;
-        allocation.doomed = allocation.freed = false; /* the event has gone with the context */
+        allocation.doomed = allocation.freed = false;
+        if (allocation.after != NULL) /* of another context's stream */
+            driver()->cuEventDestroy_v2(allocation.after);
+        allocation.after = NULL;
         give_back(&allocation);
     }
 }

@@ -20,6 +20,7 @@ struct allocation {
     bool retired;  /* and given out again (`pools.h`) */
     unsigned pool; /* number of the pool that it was allocated from; 0: by cuMemAlloc */
     CUevent after;
+    CUcontext recorded_in; /* the context of that event, which ends with it */
     /* Its number if another process may have it mapped, else 0: then it is not swapped (`ipc.c`). */
     unsigned long long shared;
     bool doomed;       /* its context is being destroyed */
@@ -37,9 +38,9 @@ CUdeviceptr allocation_create(size_t bytes, unsigned pool);
 /* Copy the facts of the allocation that begins at the address; false if there is none. */
 bool allocation_at(CUdeviceptr address, struct allocation *found);
 
-/* Take an allocation of a pool from the program, and copy its facts; and give it to the program again. */
+/* Take an allocation of a pool from the program, and copy its facts; and give it to the program again, in a context. */
 bool allocation_retire(CUdeviceptr address, struct allocation *retired);
-bool allocation_reuse(CUdeviceptr address, size_t requested);
+bool allocation_reuse(CUdeviceptr address, size_t requested, CUcontext context);
 
 /* Find out whether an allocation begins at the address, and in which context. */
 bool allocation_lookup(CUdeviceptr address, CUcontext *context);
@@ -60,8 +61,8 @@ bool allocation_shared(unsigned long long number, struct allocation *found);
 size_t allocations_shared(void);
 
 /* Take an allocation from the program without giving its memory back yet: it may be used until ``after`` has happened,
- * or (NULL) until no stream is captured and the work of its context is done. */
-CUresult allocation_postpone(CUdeviceptr address, CUevent after);
+ * or (NULL) until no stream is captured and the work of its context is done.  ``recorded_in``: the event's context. */
+CUresult allocation_postpone(CUdeviceptr address, CUevent after, CUcontext recorded_in);
 
 /* Give back those postponed allocations that are unused, without the lock while that is asked; their number. */
 size_t allocations_collect(bool (*is_unused)(const struct allocation *));

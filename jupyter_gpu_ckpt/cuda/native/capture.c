@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "launch_gate.h"
 #include "pools.h"
 #include "serving.h"
 
@@ -107,6 +108,7 @@ bool capture_includes(CUstream stream) { return capture_is_active() && is_captur
 static CUresult end(CUstream stream, CUgraph *graph, bool per_thread, CUresult (*original)(CUstream, CUgraph *))
 {
     CUstream own = per_thread && stream == NULL ? (CUstream)PER_THREAD_STREAM : stream;
+    launch_gate_wait();
     bool was_captured = is_captured(any_driver(), own);
     CUresult result = original(stream, graph);
     if (was_captured && !is_captured(any_driver(), own))

@@ -4,6 +4,7 @@
 #include "allocations.h"
 #include "child.h"
 #include "driver.h"
+#include "launch_gate.h"
 #include "managed.h"
 #include "mappings.h"
 #include "pools.h"
@@ -30,6 +31,7 @@ static CUresult destroy(CUcontext context, CUresult (*original)(CUcontext))
     managed_forget();
     if (context == NULL || !has_memory())
         return original(context);
+    launch_gate_wait();
     allocations_doom(context);
     CUresult result = original(context);
     end(context, result == CUDA_SUCCESS);
@@ -51,6 +53,8 @@ static CUresult destroy_primary(CUdevice device, bool resets, CUresult (*origina
     const struct driver *cu = any_driver();
     CUcontext context;
     managed_forget();
+    if (has_memory())
+        launch_gate_wait();
     if (!has_memory() || !is_active(cu, device) || cu->cuDevicePrimaryCtxRetain == NULL || release == NULL ||
         cu->cuDevicePrimaryCtxRetain(&context, device) != CUDA_SUCCESS)
         return original(device);

@@ -44,11 +44,12 @@ static CUresult wait_for_work(CUcontext context)
 CUresult free_served(CUdeviceptr address, CUcontext context)
 {
     struct allocation freed = {.pool = 0};
+    launch_gate_wait();
     allocation_at(address, &freed);
     bool later = capture_is_active();
     CUresult result = later ? capture_refuses_frees() : wait_for_work(context);
     if (result == CUDA_SUCCESS)
-        result = later ? allocation_postpone(address, NULL) : allocation_destroy(address);
+        result = later ? allocation_postpone(address, NULL, NULL) : allocation_destroy(address);
     if (result == CUDA_SUCCESS && freed.pool != 0)
         pools_freed(freed.pool, freed.requested, freed.bytes);
     collect_freed(false);

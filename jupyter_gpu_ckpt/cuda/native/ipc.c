@@ -14,6 +14,7 @@
 
 #include "allocations.h"
 #include "control.h"
+#include "launch_gate.h"
 
 /* The beginning of our handles; the driver's begin otherwise. */
 struct handle {
@@ -229,6 +230,7 @@ CUresult cuIpcCloseMemHandle(CUdeviceptr address)
     const struct driver *original = any_driver();
     if (original == NULL || original->cuIpcCloseMemHandle == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
+    launch_gate_wait();
     pthread_mutex_lock(&opening);
     struct mapped **at = &all_mapped, *found;
     while (*at != NULL && (*at)->address != address)

@@ -169,6 +169,12 @@ CUresult launch_gate_pass(void)
     return result;
 }
 
+void launch_gate_wait(void)
+{
+    while (launch_gate_pass() == CUDA_ERROR_OPERATING_SYSTEM)
+        ;
+}
+
 /* -- names */
 
 /* The length of a name without the endings of a variant: _v2, _ptsz and the like. */

@@ -36,6 +36,10 @@ bool launch_gate_is_missing(const void *function);
 /* Pass the gate: CUDA_SUCCESS, or the error to return instead of calling the driver. */
 CUresult launch_gate_pass(void);
 
+/* The same for a call that gives something back, or ends something: an error would leave it with a program that does not
+ * try again, so an interrupt does not end this wait. */
+void launch_gate_wait(void);
+
 /* Close the gate, for some seconds or, with 0, until it is opened. */
 void launch_gate_close(double seconds);
 void launch_gate_open(void);

@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 
 #include "allocations.h"
+#include "launch_gate.h"
 #include "table_lock.h"
 
 #define MOST_POOLS 64
@@ -198,7 +199,7 @@ static CUdeviceptr reuse(unsigned pool, size_t bytes, const struct pool_stream *
             continue;
         }
         forget_event(&block);
-        if (allocation_reuse(block.address, bytes)) {
+        if (allocation_reuse(block.address, bytes, where->context)) {
             count_used(pool, bytes, 0);
             return block.address;
         }
@@ -291,6 +292,8 @@ bool pools_trim(unsigned number, size_t keep, bool wait)
     table_lock();
     size_t left = block_count;
     table_unlock();
+    if (left != 0)
+        launch_gate_wait();
     for (; left-- > 0 && take_surplus(number, keep, &block);) {
         if (!is_unused(&block, wait) || allocation_destroy(block.address) != CUDA_SUCCESS) {
             put_back(&block); /* as the last, which is not looked at again */

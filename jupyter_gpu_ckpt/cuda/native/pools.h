@@ -39,7 +39,8 @@ CUresult pools_free(CUdeviceptr address, const struct pool_stream *where);
 void pools_freed(unsigned pool, size_t requested, size_t bytes);
 
 /* Give back unused blocks of a pool (0: of all) until it has no more than ``keep`` bytes, or its release threshold if
- * that is more (SIZE_MAX: that).  ``wait`` for the work before them.  Return whether any was given back. */
+ * that is more (SIZE_MAX: that).  ``wait`` for the work before them.  Return whether any was given back.
+ * Passes the launch gate if there are blocks. */
 #define TO_THRESHOLD SIZE_MAX
 bool pools_trim(unsigned pool, size_t keep, bool wait);
 

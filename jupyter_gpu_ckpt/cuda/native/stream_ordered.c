@@ -109,16 +109,16 @@ ALLOCATE_FROM_POOL(cuMemAllocFromPoolAsync_ptsz, true)
 
 /* Free memory of cuMemAlloc once the work before this on the stream is done; nobody waits for that here.  Other streams
  * that use it are the program's concern, as with the driver. */
-static CUresult free_behind(CUdeviceptr address, CUstream stream)
+static CUresult free_behind(CUdeviceptr address, const struct pool_stream *where)
 {
     const struct driver *cu = driver();
     CUevent event;
     CUresult result = cu->cuEventCreate(&event, CU_EVENT_DISABLE_TIMING);
     if (result != CUDA_SUCCESS)
         return result;
-    result = cu->cuEventRecord(event, stream);
+    result = cu->cuEventRecord(event, where->stream);
     if (result == CUDA_SUCCESS)
-        result = allocation_postpone(address, event);
+        result = allocation_postpone(address, event, where->context);
     if (result != CUDA_SUCCESS)
         cu->cuEventDestroy_v2(event);
     return result;
@@ -127,7 +127,7 @@ static CUresult free_behind(CUdeviceptr address, CUstream stream)
 static CUresult free_at(CUdeviceptr address, const struct pool_stream *where)
 {
     CUresult result = pools_free(address, where);
-    return result == CUDA_ERROR_NOT_FOUND ? free_behind(address, where->stream) : result;
+    return result == CUDA_ERROR_NOT_FOUND ? free_behind(address, where) : result;
 }
 
 /* In the stream's own context, where an event can be recorded on it. */
@@ -152,8 +152,10 @@ static CUresult free_async(CUdeviceptr address, CUstream stream, bool per_thread
     struct pool_stream where = {.stream = stream};
     CUcontext context;
     managed_remove(address);
-    if (address == 0 || !allocation_lookup(address, &context) ||
-        capture_includes(per_thread && stream == NULL ? (CUstream)PER_THREAD_STREAM : stream))
+    if (address == 0 || !allocation_lookup(address, &context))
+        return original(address, stream);
+    launch_gate_wait();
+    if (capture_includes(per_thread && stream == NULL ? (CUstream)PER_THREAD_STREAM : stream))
         return original(address, stream);
     collect_freed(false);
     return locate(stream, per_thread, &where) ? free_at(address, &where) : free_in_its_context(address, &where);

@@ -111,6 +111,13 @@ static volatile int *own_memory;
 static void take_memory(void) { mprotect((void *)own_memory, sizeof *own_memory, PROT_NONE); }
 static void return_memory(void) { mprotect((void *)own_memory, sizeof *own_memory, PROT_READ); }
 
+/* Of cuStreamQuery this was seen on a GPU; of the others that wait for work, or ask for it, it may be. */
+static void read_own_memory(void)
+{
+    if (own_memory != NULL)
+        (void)*own_memory;
+}
+
 /* A thread of the driver: what it does while there is a file, and says so by another. */
 struct duty {
     char wanted[4000], said[4096];
@@ -518,8 +525,7 @@ EXPORT CUresult cuStreamSynchronize(CUstream stream)
 EXPORT CUresult cuStreamQuery(CUstream stream)
 {
     ENTER();
-    if (own_memory != NULL)
-        (void)*own_memory;
+    read_own_memory();
     CUcontext context = needed(__func__);
     if (stream <= (CUstream)2 && context->launches == NULL)
         return CUDA_SUCCESS; /* nothing was ever launched */
@@ -552,9 +558,17 @@ EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags)
     return CUDA_SUCCESS;
 }
 
+/* The real driver frees it with its context. */
+static void need_its_context(CUevent event, const char *function)
+{
+    if (!exists(event->context))
+        misuse("%s: an event of a context that was destroyed", function);
+}
+
 EXPORT CUresult cuEventDestroy_v2(CUevent event)
 {
     ENTER();
+    need_its_context(event, __func__);
     free(event);
     __atomic_sub_fetch(&event_count, 1, __ATOMIC_RELAXED);
     return CUDA_SUCCESS;
@@ -577,6 +591,8 @@ EXPORT CUresult cuEventRecord(CUevent event, CUstream stream)
 EXPORT CUresult cuEventSynchronize(CUevent event)
 {
     ENTER();
+    read_own_memory();
+    need_its_context(event, __func__);
     pthread_mutex_lock(&mutex);
     if (event->stream == NULL)
         misuse("cuEventSynchronize: never recorded");
@@ -591,6 +607,8 @@ EXPORT CUresult cuEventSynchronize(CUevent event)
 EXPORT CUresult cuEventQuery(CUevent event)
 {
     ENTER();
+    read_own_memory();
+    need_its_context(event, __func__);
     CUresult result = permitted_during_capture();
     if (result != CUDA_SUCCESS)
         return result;
@@ -711,6 +729,7 @@ EXPORT CUresult cuStreamEndCapture_ptsz(CUstream stream, CUgraph *graph)
 EXPORT CUresult cuCtxSynchronize(void)
 {
     ENTER();
+    read_own_memory();
     CUcontext context = needed(__func__);
     if (invalidate(context))
         return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import sys
+import threading
 
 from virtual_memory import GRAIN, Address, Location, Size, context, cu, outstanding
 
@@ -98,6 +100,14 @@ def free(name: str, where: str | None = None, *, per_thread: bool = False) -> in
     return cu["cuMemFreeAsync_ptsz" if per_thread else "cuMemFreeAsync"](Address(memory[name]), streams[where])
 
 
+def plain(name: str, grains: float) -> int:
+    """Allocate in no stream's order."""
+    address, size = Address(), int(grains * GRAIN)
+    result = cu.cuMemAlloc_v2(ctypes.byref(address), Size(size))
+    memory[name], sizes[name] = address.value, size
+    return result
+
+
 def launch(where: str, name: str, byte: int, milliseconds: int = 0) -> int:
     """Let the GPU fill it with a byte, after some time."""
     function = cu.double_launch_on
@@ -159,6 +169,35 @@ def end_context() -> int:
 
 def room(size: int) -> None:
     cu.double_set_bytes(Size(size))
+
+
+done: list[object] = []
+signal.signal(signal.SIGINT, lambda *_: None)
+signal.siginterrupt(signal.SIGINT, True)
+
+
+def begin(expression: str) -> None:
+    """Evaluate it in a thread of its own, which adds the value to ``done``."""
+
+    def run() -> None:
+        assert cu.cuCtxSetCurrent(context) == 0
+        done.append(eval(expression))
+
+    threads.append(threading.Thread(target=run))
+    threads[-1].start()
+
+
+threads: list[threading.Thread] = []
+
+
+def interrupt() -> None:
+    signal.pthread_kill(threads[-1].ident, signal.SIGINT)
+
+
+def waits_for_work() -> list[int]:
+    """Count the driver's calls that look whether work is done, by their names."""
+    names = (b"cuEventQuery", b"cuEventSynchronize", b"cuCtxSynchronize", b"cuStreamIsCapturing")
+    return [cu.double_calls(name) for name in names]
 
 
 def mapped() -> int:

@@ -22,16 +22,25 @@ import ctypes, os, subprocess, sys
 def allocate():
     runtime = ctypes.CDLL("libcudart.so.13")
     return runtime.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(2 << 20))
+def tell(answer):  # in one piece, whatever else writes there
+    os.write(1, f"{answer!r}\\n".encode())
+forked = []
 def fork(then):
+    told, forks = os.pipe()
     pid = os.fork()
     if pid == 0:
-        result = eval(then)
-        os.write(1, f"{result!r}\\n".encode())
-        sys.stdin.read()
+        os.close(forks)
+        os.read(told, 1)  # until the pid is written
+        tell(eval(then))
+        os.read(told, 1)  # until its parent ends
         os._exit(0)
+    os.close(told)
+    forked.append(forks)
     return pid
 for line in sys.stdin:
-    print(repr(eval(line)), flush=True)
+    tell(eval(line))
+    while forked:
+        os.write(forked.pop(), b".")
 """
 
 

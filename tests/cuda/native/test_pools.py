@@ -156,6 +156,21 @@ def test_memory_outlives_its_context(ask, control):
     assert ask("holds('a'), free('a'), mapped()") == (7, 0, 1)
 
 
+def test_memory_that_was_freed_behind_work_of_a_context_that_ends(ask):
+    """Memory of cuMemAlloc, freed on a stream of another context: the event that tells when is gone with that."""
+    assert ask("new_context(), stream('u'), cu.cuCtxSetCurrent(context)") == (0, 0, 0)
+    assert ask("plain('c', 2), mapped()") == (0, 1)
+    assert ask("free('c', 'u'), end_context(), wait()") == (0, 0, 0)
+    assert ask("alloc('d', 2, 's'), mapped()") == (0, 1), "it was given back"
+
+
+def test_a_block_belongs_to_the_context_that_it_is_used_in(ask, control):
+    assert ask("new_context(), stream('u'), alloc('a', 2, 'u'), free('a', 'u'), wait(), end_context()") == (0,) * 6
+    assert ask("alloc('b', 2, 's'), same('a', 'b'), launch('s', 'b', 3), wait()") == (0, True, 0, 0)
+    swapped(control, ask, 2 * GRAIN)
+    assert ask("holds('b')") == 3
+
+
 def test_a_pool_that_is_destroyed_ends_when_its_memory_is_freed(ask):
     assert ask("pool('p'), alloc('a', 2, 's', 'p'), alloc('b', 2, 's', 'p'), free('b', 's'), wait()") == (0,) * 5
     assert ask("end_pool('p'), mapped(), launch('s', 'a', 3), wait(), holds('a')") == (0, 1, 0, 0, 3)
@@ -186,6 +201,38 @@ def test_a_capture_refuses_a_swap_and_frees_as_the_driver(ask, control):
     assert control.ask("copy_out")["cuda"] == 600
     assert ask("free('a', 't'), free('a', 's'), end_capture('t')") == (INVALID, 0, 0)
     swapped(control, ask, 4 * GRAIN)
+
+
+#: What gives memory back, or first has to.
+GATED = {
+    "free('a', 's')": 0,
+    "free('a')": 0,
+    "free('other', 's')": 0,
+    "free('other')": 0,
+    "free_bytes() > 0": True,
+    "attribute('standard', USED)": 2 * GRAIN,
+    "trim('standard')": 0,
+    "end_pool('p')": 0,
+    "end_capture('t')": 0,
+    "cu.cuDevicePrimaryCtxRelease_v2(0)": 0,
+}
+
+
+@pytest.mark.parametrize("call", GATED)
+def test_a_call_that_frees_waits_at_the_gate_and_no_interrupt_ends_that(ask, control, call):
+    """The driver is not asked whether work is done: in a process that it has suspended that is the end."""
+    assert ask("alloc('a', 2, 's'), alloc('b', 2, 's'), free('b', 's'), pool('p'), plain('other', 2)") == (0,) * 5
+    assert ask("cu.cuDevicePrimaryCtxRetain(ctypes.byref(Address()), 0)") == 0, "it stays when it is released"
+    assert "capture" not in call or ask("begin_capture('t')") == 0
+    control.must("close 0")
+    before = ask("waits_for_work()")
+    ask(f"begin({call!r})")
+    until(lambda: control.ask("status")["touches"] == 1, "it waits at the gate")
+    ask("interrupt()")
+    until(lambda: control.ask("status")["touches"] == 2, "it waits again")
+    assert ask("waits_for_work(), done") == (before, [])
+    control.must("open")
+    until(lambda: ask("done") == [GATED[call]], "it goes on")
 
 
 #: What programs do right and wrong; with the library and without they get the same.

@@ -26,15 +26,15 @@ def tell(answer):  # in one piece, whatever else writes there
     os.write(1, f"{answer!r}\\n".encode())
 forked = []
 def fork(then):
-    told, forks = os.pipe()
+    waits, forks = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(forks)
-        os.read(told, 1)  # until the pid is written
+        os.read(waits, 1)  # until the pid is written
         tell(eval(then))
-        os.read(told, 1)  # until its parent ends
+        os.read(waits, 1)  # until its parent ends
         os._exit(0)
-    os.close(told)
+    os.close(waits)
     forked.append(forks)
     return pid
 for line in sys.stdin:

@@ -13,6 +13,7 @@
 #include "mappings.h"
 #include "pools.h"
 #include "table_lock.h"
+#include "zero_parts.h"
 
 static atomic_bool inert;
 
@@ -32,6 +33,7 @@ static void in_child(void)
     capture_in_child();
     driver_in_child();
     ipc_in_child();
+    zero_parts_in_child();
     host_memory_close();
 }
 

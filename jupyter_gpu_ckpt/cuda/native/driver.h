@@ -12,6 +12,8 @@ typedef int CUdevice;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
+typedef struct CUmod_st *CUmodule;
+typedef struct CUfunc_st *CUfunction;
 typedef struct CUgraph_st *CUgraph;
 typedef struct CUgraphNode_st *CUgraphNode;
 typedef struct CUmemPoolHandle_st *CUmemoryPool;
@@ -91,6 +93,7 @@ enum {
     CU_MEM_CREATE_USAGE_TILE_POOL = 1,
     CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0,
     CU_MEMHOSTREGISTER_PORTABLE = 1,
+    CU_MEMHOSTREGISTER_DEVICEMAP = 2,
     CU_STREAM_NON_BLOCKING = 1,
     CU_EVENT_DISABLE_TIMING = 2,
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102,
@@ -125,13 +128,22 @@ enum {
 
 /* Functions that an older driver may lack. */
 #define OPTIONAL_FUNCTIONS(F)                                                                                          \
+    F(cuCtxGetId, (CUcontext, unsigned long long *))                                                                   \
     F(cuDevicePrimaryCtxGetState, (CUdevice, unsigned int *, int *))                                                   \
     F(cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice))                                                               \
     F(cuDeviceGetDefaultMemPool, (CUmemoryPool *, CUdevice))                                                           \
     F(cuDeviceGetMemPool, (CUmemoryPool *, CUdevice))                                                                  \
     F(cuStreamGetCtx, (CUstream, CUcontext *))                                                                         \
     F(cuEventQuery, (CUevent))                                                                                         \
+    F(cuLaunchKernel,                                                                                                  \
+      (CUfunction, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int,   \
+       CUstream, void **, void **))                                                                                    \
+    F(cuMemHostGetDevicePointer_v2, (CUdeviceptr *, void *, unsigned int))                                             \
     F(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle *, void *, int))                                   \
+    F(cuMemsetD8Async, (CUdeviceptr, unsigned char, size_t, CUstream))                                                 \
+    F(cuModuleGetFunction, (CUfunction *, CUmodule, const char *))                                                     \
+    F(cuModuleLoadData, (CUmodule *, const void *))                                                                    \
+    F(cuModuleUnload, (CUmodule))                                                                                      \
     F(cuStreamIsCapturing, (CUstream, int *))                                                                          \
     F(cuThreadExchangeStreamCaptureMode, (int *))
 

@@ -210,7 +210,8 @@ CUresult cuMemPoolSetAttribute(CUmemoryPool pool, int attribute, void *value)
 {
     DRIVER_WITH(cuMemPoolSetAttribute);
     CUresult result = original->cuMemPoolSetAttribute(pool, attribute, value);
-    unsigned number = result == CUDA_SUCCESS && attribute >= POOL_RELEASE_THRESHOLD && !is_inert() ? pools_find(pool) : 0;
+    bool is_ours = result == CUDA_SUCCESS && attribute >= POOL_RELEASE_THRESHOLD && !is_inert();
+    unsigned number = is_ours ? pools_find(pool) : 0;
     if (number != 0)
         pools_set_attribute(number, attribute, *(unsigned long long *)value);
     return result;

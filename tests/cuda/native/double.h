@@ -30,6 +30,20 @@ bool host_range_is_registered(const void *address, size_t bytes);
 void device_to_host(char *host, CUdeviceptr device, size_t bytes);
 void host_to_device(CUdeviceptr device, const char *host, size_t bytes);
 
+void set_device(CUdeviceptr device, int value, size_t bytes);
+bool device_is_zero(CUdeviceptr device, size_t bytes);
+
+/* Work of a kernel (`modules_double.c`): of the one that the library loads. */
+struct launch {
+    CUfunction kernel;
+    CUdeviceptr parts, found;
+    unsigned blocks, number;
+};
+void run_kernel(const struct launch *launch, CUcontext context);
+void launch_on(CUstream stream, struct launch launch, const char *function);
+void need_context(CUcontext context, const char *function);
+bool range_is_usable_in(CUdeviceptr address, size_t bytes, int access, CUcontext context);
+
 /* What is unsafe while a stream is captured: whether this thread may do it; if not, the captures are ended. */
 CUresult permitted_during_capture(void);
 

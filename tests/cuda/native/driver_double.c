@@ -15,17 +15,19 @@
 
 struct CUctx_st {
     int device;
+    unsigned long long id; /* another one each time that it is made */
     CUstream first; /* of its streams, the one that ``double_launch`` uses among them */
     CUstream launches;
     struct CUctx_st *other;
 };
 struct operation {
-    enum { OUT, IN, FILL } kind;
+    enum { OUT, IN, FILL, SET, LAUNCH } kind;
     CUdeviceptr device;
     char *host;
     size_t bytes;
     int value;
     unsigned delay;
+    struct launch launch;
     struct operation *after;
 };
 struct CUstream_st {
@@ -49,6 +51,7 @@ struct CUevent_st {
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static CUcontext contexts, primary;
+static unsigned long long last_id;
 static size_t stream_count, event_count;
 static unsigned delay;
 
@@ -215,6 +218,7 @@ static CUcontext made(int device)
     CUcontext context = calloc(1, sizeof *context);
     context->device = device;
     pthread_mutex_lock(&mutex);
+    context->id = ++last_id;
     context->other = contexts;
     contexts = context;
     pthread_mutex_unlock(&mutex);
@@ -258,6 +262,7 @@ static CUcontext retain_primary(size_t more)
             primary = made(0);
         else if (!exists(primary)) {
             primary->other = contexts;
+            primary->id = ++last_id;
             contexts = primary;
         }
         more = 1;
@@ -386,7 +391,8 @@ EXPORT int double_at_once(void) { return atomic_load(&at_once); }
 
 static void perform(const struct operation *operation, CUcontext context)
 {
-    if (operation->kind != FILL) {
+    bool copies = operation->kind == OUT || operation->kind == IN;
+    if (copies) {
         unsigned bit = 1u << context->device, now = atomic_fetch_or(&copying, bit) | bit;
         int count = __builtin_popcount(now), most = atomic_load(&at_once);
         while (count > most && !atomic_compare_exchange_weak(&at_once, &most, count))
@@ -394,12 +400,16 @@ static void perform(const struct operation *operation, CUcontext context)
     }
     if (operation->delay != 0)
         usleep(operation->delay);
-    if (operation->kind != FILL)
+    if (copies)
         atomic_fetch_and(&copying, ~(1u << context->device));
     if (operation->kind == OUT)
         device_to_host(operation->host, operation->device, operation->bytes);
     else if (operation->kind == IN)
         host_to_device(operation->device, operation->host, operation->bytes);
+    else if (operation->kind == SET)
+        set_device(operation->device, operation->value, operation->bytes);
+    else if (operation->kind == LAUNCH)
+        run_kernel(&operation->launch, context);
     else
         for (size_t at = 0; at < operation->bytes; at++)
             ((volatile char *)operation->device)[at] = (char)operation->value;
@@ -482,6 +492,35 @@ static void ask(CUstream stream, struct operation wanted, const char *function)
     stream->asked++;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
+}
+
+void launch_on(CUstream stream, struct launch launch, const char *function)
+{
+    ask(stream, (struct operation){.kind = LAUNCH, .launch = launch}, function);
+}
+
+void need_context(CUcontext context, const char *function)
+{
+    if (!exists(context))
+        misuse("%s: of a context that was destroyed", function);
+}
+
+EXPORT CUresult cuCtxGetId(CUcontext context, unsigned long long *id)
+{
+    ENTER();
+    if (!exists(context))
+        return CUDA_ERROR_INVALID_CONTEXT;
+    *id = context->id;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemsetD8Async(CUdeviceptr device, unsigned char value, size_t bytes, CUstream stream)
+{
+    ENTER();
+    if (!device_range_is_usable(device, bytes, CU_MEM_ACCESS_FLAGS_PROT_READWRITE))
+        misuse("cuMemsetD8Async(%#llx, %zu): not the device's", device, bytes);
+    ask(actual(stream), (struct operation){.kind = SET, .device = device, .bytes = bytes, .value = value}, __func__);
+    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned int flags)
@@ -745,7 +784,8 @@ EXPORT CUresult cuMemcpyDtoHAsync_v2(void *host, CUdeviceptr device, size_t byte
     ENTER();
     if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes, 1))
         misuse("%s(%p, %#llx, %zu): outside of what is there", __func__, host, device, bytes);
-    ask(stream, (struct operation){OUT, device, host, bytes, 0, delay, NULL}, __func__);
+    struct operation wanted = {.kind = OUT, .device = device, .host = host, .bytes = bytes, .delay = delay};
+    ask(stream, wanted, __func__);
     return CUDA_SUCCESS;
 }
 
@@ -754,7 +794,8 @@ EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void *host, size_
     ENTER();
     if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes, 3))
         misuse("%s(%#llx, %p, %zu): outside of what is there", __func__, device, host, bytes);
-    ask(stream, (struct operation){IN, device, (char *)host, bytes, 0, delay, NULL}, __func__);
+    struct operation wanted = {.kind = IN, .device = device, .host = (char *)host, .bytes = bytes, .delay = delay};
+    ask(stream, wanted, __func__);
     return CUDA_SUCCESS;
 }
 
@@ -764,7 +805,8 @@ EXPORT CUresult double_launch_on(CUstream stream, CUdeviceptr address, size_t by
 {
     if (!device_range_is_usable(address, bytes, 3))
         misuse("an illegal address: %#llx, %zu bytes", address, bytes);
-    ask(actual(stream), (struct operation){FILL, address, NULL, bytes, value, microseconds, NULL}, __func__);
+    struct operation wanted = {.kind = FILL, .device = address, .bytes = bytes, .value = value, .delay = microseconds};
+    ask(actual(stream), wanted, __func__);
     return CUDA_SUCCESS;
 }
 

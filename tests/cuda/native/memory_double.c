@@ -171,6 +171,16 @@ EXPORT CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes)
     return CUDA_SUCCESS;
 }
 
+/* What another process has left in it. */
+static void dirty(off_t offset, size_t bytes)
+{
+    static char left[PIECE];
+    memset(left, 0xA5, sizeof left);
+    for (size_t at = 0; at < bytes; at += sizeof left)
+        if (pwrite(file, left, sizeof left, offset + (off_t)at) != sizeof left)
+            misuse("cuMemCreate: no memory");
+}
+
 EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *wanted,
                             unsigned long long flags)
 {
@@ -186,6 +196,8 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, 
     if (file < 0)
         file = memfd_create("device", MFD_CLOEXEC);
     if (bytes <= capacity - used && ftruncate(file, file_end + (off_t)bytes) == 0) {
+        if (getenv("DOUBLE_DIRTY") != NULL)
+            dirty(file_end, bytes);
         struct memory *memory = calloc(1, sizeof *memory);
         *memory = (struct memory){.handle = *handle = ++last, .device = wanted->location.id, .bytes = bytes,
                                   .offset = file_end, .file = -1, .properties = *wanted, .references = 1};
@@ -860,8 +872,8 @@ EXPORT CUresult cuMemHostRegister_v2(void *address, size_t bytes, unsigned int f
 {
     ENTER();
     lock_for_writing();
-    if (current_context() == NULL || flags != CU_MEMHOSTREGISTER_PORTABLE)
-        misuse("cuMemHostRegister: without a context, or not for all");
+    if (current_context() == NULL || flags != (CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP))
+        misuse("cuMemHostRegister: without a context, not for all, or not for kernels");
     pthread_mutex_lock(&mutex);
     if (touching(&registered, (uintptr_t)address, bytes) != NULL)
         misuse("cuMemHostRegister(%p, %zu): registered already", address, bytes);
@@ -885,9 +897,24 @@ EXPORT CUresult cuMemHostUnregister(void *address)
     return CUDA_SUCCESS;
 }
 
+/* As the real one's of today: the same address. */
+EXPORT CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *address, void *host, unsigned int flags)
+{
+    ENTER();
+    if (flags != 0 || !host_range_is_registered(host, 1))
+        return CUDA_ERROR_INVALID_VALUE;
+    *address = (uintptr_t)host;
+    return CUDA_SUCCESS;
+}
+
 bool device_range_is_usable(CUdeviceptr address, size_t bytes, int access)
 {
-    CUdevice device = current_context() != NULL ? device_of(current_context()) : 0;
+    return range_is_usable_in(address, bytes, access, current_context());
+}
+
+bool range_is_usable_in(CUdeviceptr address, size_t bytes, int access, CUcontext context)
+{
+    CUdevice device = context != NULL ? device_of(context) : 0;
     pthread_mutex_lock(&mutex);
     struct range *found = holding(&mappings, address, bytes);
     bool usable = found != NULL ? (found->access[device] & access) == access
@@ -950,6 +977,26 @@ void host_to_device(CUdeviceptr device, const char *host, size_t bytes)
         if (!zero(host + at, now) || !never_written(device + at, now))
             move((char *)device + at, host + at, now);
     }
+}
+
+void set_device(CUdeviceptr device, int value, size_t bytes)
+{
+    for (size_t at = 0, now; at < bytes; at += now) {
+        now = bytes - at < PIECE ? bytes - at : PIECE;
+        if (value != 0 || !never_written(device + at, now))
+            for (size_t byte = 0; byte < now; byte++)
+                ((volatile char *)device)[at + byte] = (char)value;
+    }
+}
+
+bool device_is_zero(CUdeviceptr device, size_t bytes)
+{
+    for (size_t at = 0, now; at < bytes; at += now) {
+        now = bytes - at < PIECE ? bytes - at : PIECE;
+        if (!never_written(device + at, now) && !zero((const char *)device + at, now))
+            return false;
+    }
+    return true;
 }
 
 EXPORT void double_set_bytes(size_t bytes) { capacity = bytes; }

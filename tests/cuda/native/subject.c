@@ -124,6 +124,7 @@ static const char *const apis[APIS] = {"cuda", "cu", "map", "released", "async"}
 struct held {
     unsigned char *memory;
     size_t bytes, step;
+    bool zeros; /* instead of bytes that are none */
     unsigned seed;
     enum api api;
     CUmemGenericAllocationHandle handle;
@@ -131,6 +132,8 @@ struct held {
 
 static unsigned char byte_of(const struct held *held, size_t at)
 {
+    if (held->zeros)
+        return 0;
     return (unsigned char)(((at * 0x9E3779B97F4A7C15ull + held->seed * 0xD1B54A32D192ED03ull) >> 56) | 1);
 }
 
@@ -152,7 +155,7 @@ BY_GPU static bool intact(const struct held *held)
     return held->memory[held->bytes - 1] == byte_of(held, held->bytes - 1);
 }
 
-static int obtain(struct held *held, size_t bytes, enum api api, size_t step, unsigned seed)
+static int obtain(struct held *held, size_t bytes, enum api api, size_t step, bool zeros, unsigned seed)
 {
     void *memory = NULL;
     CUmemGenericAllocationHandle handle = 0;
@@ -164,7 +167,7 @@ static int obtain(struct held *held, size_t bytes, enum api api, size_t step, un
         result = release_memory(handle);
     if (result != 0)
         return result;
-    *held = (struct held){memory, bytes, step, seed, api, handle};
+    *held = (struct held){memory, bytes, step, zeros, seed, api, handle};
     fill(held);
     return 0;
 }
@@ -222,7 +225,7 @@ static void *churn(void *argument)
             atomic_fetch_add(&wrong, 1);
         each->memory = NULL;
         size_t bytes = ((size_t)1 << 20) + (size_t)rand_r(&random) % ((size_t)5 << 20);
-        if (obtain(each, bytes, rand_r(&random) % APIS, SPARSE / 8, turn) != 0)
+        if (obtain(each, bytes, rand_r(&random) % APIS, SPARSE / 8, false, turn) != 0)
             atomic_fetch_add(&wrong, 1);
         if (turn % 4 == 0 && synchronize() != 0)
             atomic_fetch_add(&wrong, 1);
@@ -247,7 +250,7 @@ static void alloc(const char *words)
     int chosen = 0;
     size_t count, bytes;
     if (sscanf(words, "%zu %zu %15s %7s", &count, &bytes, api, density) != 4) {
-        puts("how many, bytes, cuda|cu|map|released|async, full|sparse");
+        puts("how many, bytes, cuda|cu|map|released|async, full|sparse|zeros");
         return;
     }
     while (chosen < APIS - 1 && strcmp(api, apis[chosen]) != 0)
@@ -256,7 +259,8 @@ static void alloc(const char *words)
     size_t first = allocation_count;
     for (size_t at = 0; at < count; at++, allocation_count++) {
         int result = obtain(&allocations[allocation_count], bytes, (enum api)chosen,
-                            strcmp(density, "full") == 0 ? 1 : SPARSE, (unsigned)allocation_count);
+                            strcmp(density, "sparse") == 0 ? SPARSE : 1, strcmp(density, "zeros") == 0,
+                            (unsigned)allocation_count);
         if (result != 0) {
             printf("error %d\n", result);
             return;
@@ -421,7 +425,9 @@ static void perform(char *line)
     } else if (strcmp(line, "pop") == 0) {
         CUcontext popped;
         printf("%d\n", DRIVER(CUresult, cuCtxPopCurrent_v2, CUcontext *)(&popped));
-    } else if (strcmp(line, "churn") == 0) {
+    } else if (strcmp(line, "reset") == 0)
+        printf("%d\n", DRIVER(CUresult, cuDevicePrimaryCtxReset_v2, CUdevice)(0));
+    else if (strcmp(line, "churn") == 0) {
         looked_up("cuCtxSynchronize"); /* which opens the driver's library, before there are threads that do */
         for (; thread_count < number; thread_count++)
             pthread_create(&threads[thread_count], NULL, churn, (void *)(uintptr_t)(thread_count + 1));

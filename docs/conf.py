@@ -21,6 +21,8 @@ nitpicky = True
 
 html_theme = "pydata_sphinx_theme"
 html_title = project
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {

@@ -146,6 +146,18 @@ class KernelBusy(PreflightError, code="KERNEL_BUSY"):
     hint_for_input: ClassVar[str] = "Answer its prompt (input(), a debugger), or interrupt the cell, and try again."
 
 
+class BranchDiffers(PreflightError, code="BRANCH_DIFFERS"):
+    """State of the kernel cannot exist twice, so a branch of it would have it otherwise."""
+
+    default_hint = "Close it in the kernel and save again, or begin the branch without it: accept the differences."
+
+
+class BranchUnsafe(PreflightError, code="BRANCH_UNSAFE"):
+    """Two kernels that go on from the same state would damage something."""
+
+    default_hint = "End it in the kernel, save again, and begin the branch from there."
+
+
 class ChildProcesses(PreflightError, code="CHILD_PROCESSES"):
     """The kernel has child processes that cannot be saved with it."""
 
@@ -360,6 +372,12 @@ class GpuFull(CudaError, code="GPU_FULL", exit_status=75):
     default_hint = "Nothing is lost. Free memory on the GPU (checkpoint another kernel) and run a cell again."
 
 
+class GpuWaitCancelled(CudaError, code="GPU_WAIT_CANCELLED", exit_status=75):
+    """The kernel waited for a GPU that it shares, and its place in the queue was given back."""
+
+    default_hint = "Nothing is lost. Run a cell to wait again."
+
+
 class HelperGone(CudaError, code="HELPER_GONE"):
     """The helper process that calls the CUDA driver ended in the middle of a call."""
 
@@ -494,6 +512,33 @@ class ImageError(GpuCkptError, code="IMAGE_UNUSABLE", exit_status=66):
 
 class ImageNotFound(ImageError, code="IMAGE_NOT_FOUND"):
     """There is no such image."""
+
+
+class SavePointNotFound(ImageNotFound, code="SAVE_POINT_NOT_FOUND"):
+    """The kernel has no save point of this name."""
+
+    default_hint = "`jupyter gpu-ckpt list` shows the save points of all kernels."
+
+
+class TemplateNotFound(ImageNotFound, code="TEMPLATE_NOT_FOUND"):
+    """There is no template of this name."""
+
+    default_hint = "`jupyter gpu-ckpt template list` shows the templates."
+
+
+class SavePointExists(ImageError, code="SAVE_POINT_EXISTS"):
+    """The kernel has a save point of this name already."""
+
+    default_hint = "Choose another name, or delete that save point first."
+
+
+class FilesDiffer(ImageError, code="FILES_DIFFER"):
+    """Files that the kernel had open at the save point are not as they were, and nobody has chosen which it gets."""
+
+    default_hint = (
+        "Choose for each, or for all: as it was then, which replaces it (`--files then`), or as it is now "
+        "(`--files now`)."
+    )
 
 
 class ImageBusy(ImageError, code="IMAGE_BUSY"):

@@ -62,7 +62,7 @@ def test_commits_that_the_table_of_defects_names_exist():
     assert [commit for commit in named if git("cat-file", "-e", f"{commit}^{{commit}}").returncode != 0] == []
 
 
-@pytest.mark.parametrize("page", ["architecture", "performance", "threat-model", "hardening"])
+@pytest.mark.parametrize("page", ["architecture", "performance", "threat-model", "hardening", "reader-test"])
 def test_every_file_that_a_page_names_exists(page):
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout

@@ -11,6 +11,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from desktop import FLAGS, find_chromium
+from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = ["tutorials", "how-to", "reference", "explanation", "administrators"]
@@ -88,3 +90,28 @@ def test_the_search_finds_words_of_pages(site):
     index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
     hits = index["terms"]["papermil"]  # words are stemmed
     assert "usage" in {index["docnames"][hit] for hit in ([hits] if isinstance(hits, int) else hits)}
+
+
+@pytest.mark.slow
+def test_pages_fit_a_desktop_and_a_phone_in_both_themes(site):
+    """No page scrolls sideways (wide tables and blocks do so by themselves), pictures are shown, and search finds."""
+    if (chromium := find_chromium()) is None:
+        pytest.skip("no Chromium on this host: `apt-get install chromium`")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, headless=True, args=FLAGS)
+        grounds = set()
+        for theme in ("light", "dark"):
+            for width in (390, 1280):
+                page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
+                for name in ("index", "usage", "frontend", "errors", "admin/slurm", "reference/process-state"):
+                    page.goto((site / f"{name}.html").as_uri())
+                    spilled = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+                    blank = page.evaluate("[...document.images].filter(one => !one.naturalWidth).map(one => one.src)")
+                    assert (spilled, blank) == (0, []), (name, theme, width)
+                grounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+                page.close()
+        assert len(grounds) == 2
+        page = browser.new_page()
+        page.goto((site / "search.html").as_uri() + "?q=papermill")
+        page.locator("#search-results a", has_text="Usage").wait_for()
+        browser.close()

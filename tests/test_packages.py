@@ -154,6 +154,7 @@ def test_the_wheel_has_all_its_parts(wheel):
     for part in NATIVE_PARTS:
         assert [name for name in names if re.search(rf"/native/_{part}\b.*\.so$", name)], part
     assert "jupyter_gpu_ckpt/py.typed" in names
+    assert "jupyter_gpu_ckpt/locale/de_DE/LC_MESSAGES/jupyter_gpu_ckpt.json" in names
     assert [name for name in names if name.endswith("jupyter_server_config.d/jupyter_gpu_ckpt.json")]
     assert [name for name in names if re.search(r"labextensions/jupyter-gpu-ckpt/static/.*\.js$", name)]
     assert [name for name in names if name.endswith("quickstart.ipynb")]

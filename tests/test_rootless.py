@@ -128,7 +128,7 @@ def pytest_of(*tests: str) -> list[str]:
 def test_the_core_of_the_suite_as_an_ordinary_user(place, criu):
     nobody = Nobody(place, criu)
     engine = ["tests/capsule/test_capsule.py", "tests/criu/test_criu.py", "tests/capsule/test_criu_guard.py"]
-    engine += ["tests/process/test_process_state.py", "tests/process/test_proven_state.py"]
+    engine += [f"tests/process/test_{name}.py" for name in ("process_state", "proven_state", "inherited_filters")]
     tests = pytest_of("tests/lifecycle/test_cycle.py", *engine, "tests/test_rootless.py", "-m", "not torture")
     said = nobody.run(tests, timeout=HANGS)
     assert " passed" in said

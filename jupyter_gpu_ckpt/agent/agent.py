@@ -3,24 +3,32 @@
 Loaded by launch.py as ``_jupyter_gpu_ckpt_agent`` (with this folder as its package) into whatever environment the
 kernel runs in: standard library and IPython/ipykernel only, Python >= 3.8, ipykernel >= 6.
 
-It handles three requests on the shell channel, so on the kernel's main thread and between cells.  Each reply has
+It handles four requests on the shell channel, so on the kernel's main thread and between cells.  Each reply has
 ``status``: ``ok`` with ``report``, or ``error`` with ``ename``, ``evalue``, ``traceback``, and ``lacking``: what the
 kernel has too little of (threads, descriptors, memory), if that is why.
 
 ``gpu_ckpt_report_request``  {}
     Return the report of preflight; changes nothing.
-``gpu_ckpt_quiesce_request``  {"trim": true, "files": true}
+``gpu_ckpt_quiesce_request``  {"trim": true, "files": true, "summary": false}
     Flush all output.  ``trim``: release the variables that ``%gpu_checkpoint --drop`` named (for good, also if the
     checkpoint fails), collect garbage and free the caches of GPU libraries.  ``files``: close or replace what CRIU
     cannot save or restore: a debugger that was turned off (until it is turned on again), the history database, the TCP
-    listener for children's output, shared mappings of deleted files.  An error reply means that all of it was undone.
-``gpu_ckpt_thaw_request``  {"environ": {"NAME": "value" | null}, "notice": "text for the next cell's output"}
-    Set (null: unset) environment variables and undo quiesce.  Failures to undo are listed in ``probe_errors``; the
-    kernel works without these things.
+    listener for children's output, shared mappings of deleted files.  ``summary``: the report has a summary of the
+    variables, for a save point.  An error reply means that all of it was undone.
+``gpu_ckpt_thaw_request``  {"environ": {"NAME": "value" | null}, "notice": "text for the next cell's output",
+"again": false}
+    Set (null: unset) environment variables and undo quiesce.  ``again``: the kernel has come back from a save point,
+    and may have lived beyond it before.  Failures to undo are listed in ``probe_errors``; the kernel works without
+    these things.
+
+``gpu_ckpt_identity_request``  {"key": "...", "reseed": false, "notebook": "path", "environ": {...}, "directory": "..."}
+    Become another kernel than the one that this process comes from (`identity`); after a restore, before thaw.  With
+    ``environ`` and ``directory`` (both optional) as a new notebook's.  The reply has the new ``session`` id, and is
+    the last message with the old one and the old key.
 
 Quiescing twice and thawing without having quiesced are fine.  A kernel that was quiesced but never dumped, because
 the server died in between, undoes quiesce by itself before it runs the next cell.  Random number generators are never
-touched.
+touched, but in a branch that asks for it.
 """
 
 from __future__ import annotations
@@ -34,7 +42,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from . import debugging, gpu_memory, limits, mappings, messages, probes
+from . import debugging, gpu_memory, identity, limits, mappings, messages, probes, summary
 from .history import History
 from .iopub import IOPub
 from .magics import GpuMagics
@@ -64,7 +72,10 @@ class Agent:
             "report": self.report,
             "quiesce": self.quiesce,
             "thaw": self.thaw,
+            "identity": self.become_another,
         }
+        #: Work that is done when the reply to the request under way was sent.
+        self._after_reply: list[Callable[[], None]] = []
 
     def register(self) -> None:
         """Called from `load_ipython_extension`."""
@@ -120,10 +131,12 @@ class Agent:
                     }
                 )
             stream.send_multipart(frames)
+            while self._after_reply:
+                self._after_reply.pop()()
 
         return handler
 
-    # -- the three requests -------------------------------------------------------------------------------------------
+    # -- the requests -------------------------------------------------------------------------------------------
 
     def report(self, content: dict[str, Any]) -> dict[str, Any]:
         """Return what may prevent a checkpoint; changes nothing."""
@@ -158,6 +171,8 @@ class Agent:
                 self._history.close()
                 self._iopub.unbind()
             report = probes.report(self._kernel, self._iopub.port, errors)
+            if content.get("summary"):
+                report["summary"] = probes.probe(errors, "summary", lambda: summary.summary(self._shell), {})
             report["tracked"] = probes.probe(errors, "trackers", self._trackers.living, [])
         except BaseException:  # also KeyboardInterrupt: SIGINT reaches handlers as it reaches cells
             self._undo_quiesce(errors)
@@ -175,6 +190,8 @@ class Agent:
                 raise ValueError("not an environment variable")  # not named, for the name may be a secret
         errors: list[str] = []
         self._undo_quiesce(errors)
+        if content.get("again"):
+            probes.probe(errors, "history", self._history.begin_session, None)
         for name, value in environ.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -184,6 +201,14 @@ class Agent:
         for callback in tuple(self.on_thaw):
             probes.probe(errors, "on_thaw", callback, None)
         return {"pid": os.getpid(), "pipe_port": self._iopub.port, "probe_errors": errors}
+
+    def become_another(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Become another kernel than the one that this process comes from."""
+        errors: list[str] = []
+        made = identity.become_another(self._kernel, content, errors)
+        self.server.kernel_id = ""
+        self._after_reply.append(lambda: identity.sign_as(self._kernel, made["session"], str(content["key"])))
+        return {**made, "probe_errors": errors}
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -92,6 +92,15 @@ class History:
             self._start_saving(manager)
         return problem
 
+    def begin_session(self) -> None:
+        """Give the lines from now on a session of their own: those of this one, which has such numbers, were written.
+
+        Of a kernel that has gone back IPython would notice that itself, and print an error about it.
+        """
+        manager = getattr(self._shell, "history_manager", None)
+        if self.complete and manager is not None and manager.enabled:
+            manager.new_session()
+
     def _start_saving(self, manager: Any) -> None:
         thread = self._thread_class(manager)
         try:

@@ -7,6 +7,7 @@ duration, are printed at once.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -21,6 +22,9 @@ from .messages import show
 from .server_channel import RequestRefused, ServerChannel, limits_explained
 from .tensors import human
 
+#: Why the user sees an error, by the verb that failed after the cell.
+_FAILED = {"save": "No save point was made.", "back": "This kernel did not go back."}
+_ASLEEP = "This kernel was not put to sleep."
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
@@ -62,8 +66,23 @@ def _checkpoint_parser() -> Parser:
     parser.add_argument("--suspend", action="store_true", help="only free the GPU: the process stays, in host memory")
     parser.add_argument("--status", action="store_true", help="state, device memory, what a checkpoint would cost")
     parser.add_argument("--list", action="store_true", help="your images on this host")
+    parser.add_argument("--save", metavar="NAME", help="make a save point after this cell; the kernel runs on")
+    parser.add_argument("--back", metavar="NAME", help="go back to a save point after this cell; can be undone")
+    files = "with --back: changed files as then or as they are now, for all or by PATH=then PATH=now"
+    parser.add_argument("--files", nargs="+", metavar="CHOICE", help=files)
+    parser.add_argument("--saves", action="store_true", help="the save points of this kernel")
+    parser.add_argument("--delete", metavar="NAME", help="delete a save point")
     parser.add_argument("--keep", nargs="+", metavar="VARS", help="save these device tensors, release all others")
     parser.add_argument("--drop", nargs="+", metavar="VARS", help="release these variables instead of saving them")
+    parser.add_argument(
+        "--branch",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="start another kernel from save point NAME, or from this cell",
+    )
+    parser.add_argument("--accept-differences", action="store_true", help="a branch may lack what cannot exist twice")
+    parser.add_argument("--reseed", action="store_true", help="a branch gets new seeds for random numbers")
     parser.add_argument("--protect", metavar="TIME", help="keep idle policies off for 30m, 2h, 1h30m, 1d; off ends it")
     parser.add_argument("--help", action="store_true", help="this text")
     return parser
@@ -111,19 +130,35 @@ class GpuMagics:
     def gpu_checkpoint(self, line: str) -> None:
         """Called from IPython with the rest of the line."""
         options = PARSERS["gpu_checkpoint"].parse(line)
-        chosen = [name for name in ("help", "status", "list", "protect") if getattr(options, name)]
+        alone = ("help", "status", "list", "protect", "save", "back", "saves", "delete")
+        chosen = [name for name in alone if getattr(options, name)]
         if len(chosen) > 1 or (chosen and (options.suspend or options.keep or options.drop)):
-            raise UsageError("Use --help, --status, --list and --protect alone.")
+            raise UsageError("Use --help, --status, --list, --protect, --save, --back, --saves and --delete alone.")
+        if options.files and not options.back:
+            raise UsageError("--files goes with --back.")
         if options.help:
             print(PARSERS["gpu_checkpoint"].format_help().strip())
             return
+        if (options.accept_differences or options.reseed) and options.branch is None:
+            raise UsageError("--accept-differences and --reseed are for --branch.")
         with limits_explained():
-            if options.status:
+            if options.branch is not None:
+                self._branch(options.branch, accepts_differences=options.accept_differences, reseed=options.reseed)
+            elif options.status:
                 self._print_status()
             elif options.list:
                 self._list()
             elif options.protect:
                 self._protect(options.protect)
+            elif options.save:
+                self._save(options.save)
+            elif options.back:
+                self._back(options.back, options.files)
+            elif options.saves:
+                self._list_saves()
+            elif options.delete:
+                freed = self._server.request("delete", name=options.delete)["bytes"]
+                print(f"Deleted {options.delete}, {human(freed)}.")
             else:
                 self._schedule("suspend" if options.suspend else "checkpoint", options.keep, options.drop)
 
@@ -156,10 +191,7 @@ class GpuMagics:
     # -- their parts -------------------------------------------------------------------------------------------------
 
     def _schedule(self, verb: str, keep: list[str] | None, drop: list[str] | None) -> None:
-        status = self.status(writes=verb == "checkpoint")
-        for finding in status["findings"]:
-            if finding["blocks"]:
-                raise RequestRefused(finding["text"], finding["code"], finding["hint"], "the kernel runs on")
+        status = self._require_possible(writes=verb == "checkpoint")
         names = self._chosen(keep, drop)
         found = tensors.by_variable(self.shell.user_ns)
         for name in names:
@@ -174,6 +206,11 @@ class GpuMagics:
         else:
             cost = f"about {human(status['image_bytes'])}, {seconds['saved']:.1f} s"
             print(f"Checkpoint after this cell: {cost}. Run a cell to bring it back (about {seconds['back']:.1f} s).")
+
+    def _branch(self, name: str, **how: bool) -> None:
+        self._server.schedule("branch", name=name, how=how)
+        point = f"save point {name!r}" if name else "this kernel, which is saved"
+        print(f"After this cell another kernel starts from {point}. The next cell says which.")
 
     def _chosen(self, keep: list[str] | None, drop: list[str] | None) -> list[str]:
         """Return the variables to release.  Raises `UsageError` for a name that is no variable with device memory."""
@@ -221,6 +258,43 @@ class GpuMagics:
         ]
         show(columns(("image", "kernel", "made", "size", "of it GPU", ""), rows) if rows else "There are no images.")
 
+    def _save(self, name: str) -> None:
+        self._server.request("may_save", name=name)
+        status = self._require_possible(writes=True)
+        self._server.schedule("save", name=name)
+        print(f"Save point {name!r} after this cell: about {human(status['image_bytes'])}. The kernel runs on.")
+
+    def _back(self, name: str, words: list[str] | None) -> None:
+        files = files_chosen(words or [])
+        self._server.request("may_go_back", name=name, files=files)
+        self._require_possible(writes=True)
+        self._server.schedule("back", name=name, files=files)
+        print(f"Going back to {name!r} after this cell. The present state is saved first: --saves lists it then.")
+
+    def _require_possible(self, *, writes: bool) -> dict[str, Any]:
+        """Return the kernel's status.  Raises `RequestRefused` for what prevents a checkpoint."""
+        status = self.status(writes=writes)
+        for finding in status["findings"]:
+            if finding["blocks"]:
+                raise RequestRefused(finding["text"], finding["code"], finding["hint"], "the kernel runs on")
+        return status
+
+    def _list_saves(self) -> None:
+        rows = [
+            (
+                point["name"],
+                moment(point["created"]),
+                str(point["cell"] or ""),
+                human(point["bytes"]),
+                human(point["device_bytes"]),
+                ", ".join(variable["name"] for variable in point["variables"][:5]),
+                "automatic" if point["automatic"] else "",
+            )
+            for point in self._server.request("saves")["saves"]
+        ]
+        heads = ("save point", "made", "cell", "size", "of it GPU", "largest variables", "")
+        show(columns(heads, rows) if rows else "This kernel has no save points.")
+
     def _protect(self, text: str) -> None:
         until = self._server.request("protect", seconds=seconds_in(text))["protected_until"]
         if until is None:
@@ -240,7 +314,7 @@ class GpuMagics:
         failure = self._server.failure
         if failure is not None and failure is not self._shown_failure:
             self._shown_failure = failure
-            print("This kernel was not put to sleep.", *failure.lines(), sep="\n", file=sys.stderr)
+            print(_FAILED.get(self._server.scheduled, _ASLEEP), *failure.lines(), sep="\n", file=sys.stderr)
 
     def _complete(self, shell: Any, event: Any) -> list[str]:
         """Called from IPython's completer for a line that begins with one of the magics."""
@@ -250,6 +324,10 @@ class GpuMagics:
         if not event.symbol.startswith("-") and options:
             if options[-1] in ("--keep", "--drop"):
                 return sorted(set(tensors.by_variable(self.shell.user_ns)) - {"Out"})
+            if options[-1] in ("--back", "--delete"):
+                return [shlex.quote(point["name"]) for point in self._server.request("saves")["saves"]]
+            if options[-1] == "--files":
+                return ["then", "now"]
             if options[-1] == "--protect":
                 return ["30m", "2h", "1d", "off"]
         return [option for option in PARSERS[magic].options if option not in options]
@@ -267,6 +345,19 @@ def seconds_in(text: str) -> int:
     if not parts or "".join(number + unit for number, unit in parts) != text:
         raise UsageError(f"{text!r} is not a duration: use 30m, 2h, 1h30m, 1d, or off.")
     return sum(int(number) * _UNITS[unit] for number, unit in parts)
+
+
+def files_chosen(words: Sequence[str]) -> Any:
+    """Return the choice of files: None, ``then`` or ``now`` for all, or by path.  Raises `UsageError`."""
+    if list(words) in (["then"], ["now"]):
+        return words[0]
+    chosen = {}
+    for word in words:
+        path, equals, choice = word.rpartition("=")
+        if not equals or choice not in ("then", "now"):
+            raise UsageError(f"{word!r} is no choice of files: use then, now, or PATH=then, PATH=now.")
+        chosen[os.path.abspath(path)] = choice
+    return chosen or None
 
 
 def _row(tensor: tensors.Tensor) -> tuple[str, ...]:

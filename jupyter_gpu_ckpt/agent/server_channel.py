@@ -4,7 +4,9 @@ The kernel sends messages of its own on iopub, which the gate swallows: no URL, 
 checkpoint would have to save.  Replies come on the control channel, which ipykernel serves on a thread of its own, so
 that a cell can wait for them.
 
-``gpu_ckpt_request`` (iopub, to the gate)  {"verb": ..., "now": true, "id": ...} or {"verb": "suspend" | "checkpoint"}
+``gpu_ckpt_request`` (iopub, to the gate)  {"verb": ..., "now": true, "id": ...} or
+{"verb": "suspend" | "checkpoint" | "branch"}, {"verb": "save", "name": ...},
+{"verb": "back", "name": ..., "files": null | "then" | "now" | {path: "then" | "now"}}
     With ``now`` the server replies at once; without, the verb is run once this cell has ended.
 ``gpu_ckpt_answer_request`` (control)  {"id": ..., "answer": {...}} or {"id": ..., "error": {...}}
 ``gpu_ckpt_failed_request`` (control)  {"error": {"code": ..., "message": ..., "hint": ..., "left": ...}}
@@ -86,7 +88,9 @@ class ServerChannel:
         self.kernel_id = ""
         #: What to do with a reply, by the id of its request; called on the control thread.
         self._waiting: dict[str, Callable[[dict[str, Any]], None]] = {}
-        #: Why the last scheduled verb failed.
+        #: The verb that was scheduled last.
+        self.scheduled = ""
+        #: Why it failed.
         self.failure: RequestRefused | None = None
         #: Called without arguments, on the control thread, when there is a new `failure`.
         self.on_failure: list[Callable[[], None]] = []
@@ -112,12 +116,12 @@ class ServerChannel:
             self._kernel.control_handlers.pop(msg_type, None)
 
     def schedule(self, verb: str, **content: Any) -> None:
-        """Have ``verb`` (``suspend``, ``checkpoint``) run when the current cell has ended; see `failure`."""
-        self.failure = None
+        """Have ``verb`` (one without ``now``) run when the current cell has ended; see `failure`."""
+        self.failure, self.scheduled = None, verb
         self._send({"verb": verb, **content})
 
     def request(self, verb: str, **content: Any) -> dict[str, Any]:
-        """Return the server's reply to ``verb`` (``status``, ``list``, ``protect``, ``watch``).
+        """Return the server's reply to ``verb`` (``status``, ``list``, ``saves``, ``protect`` ...).
 
         Raises `RequestRefused`: by the server, or because it did not reply before `DEADLINE`.
         """

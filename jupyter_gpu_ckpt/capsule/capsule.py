@@ -507,19 +507,19 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         reply, _ = self._request({"verb": "reapply", "notes": dict(notes)}, _INSPECTION)
         return reply["vital"], reply["failed"], reply["locks"]
 
-    def hold_databases(self, databases: Sequence[Mapping[str, Any]]) -> None:
-        """Lock databases of a kernel that is about to be restored here, until `attach_kernel` (`sqlite_wal.hold`).
+    def lock_databases(self, databases: Sequence[Mapping[str, Any]]) -> None:
+        """Lock databases of a kernel to be restored here, until `attach_kernel` (`sqlite_wal.lock_database`).
 
         Raises `LockTaken` for one that another process has locked, `ChangedFile` for one that has changed meanwhile or
         is not in WAL mode any more, `NoSpace`, and `CapsuleError` for one that cannot be opened.
         """
         try:
-            reply, _ = self._request({"verb": "hold_databases", "databases": list(databases)}, _INSPECTION)
+            reply, _ = self._request({"verb": "lock_databases", "databases": list(databases)}, _INSPECTION)
         except CapsuleError as error:
             if error.details.get("errno") not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise NoSpace("The disk is full: there is no space for the index of a database.") from error
-        if path := reply.get("held"):
+        if path := reply.get("locked"):
             message = f"The kernel cannot lock {path} again as it had: another process has locked it."
             raise LockTaken(message, culprit=path, lacking=[path])
         if path := reply.get("changed"):

@@ -51,6 +51,8 @@ _STOP_NOTICES = (os.CLD_STOPPED, os.CLD_CONTINUED, os.CLD_TRAPPED)
 _SIGINFO_BYTES = 128
 #: Seconds in which a released process is back in its stop, which takes a moment unless the machine is overloaded.
 _RETURN_TIMEOUT = 1.0
+#: How often a signal may come anew between the look for one and the end of a stop: a timer ticks.
+_TIMER_TICKS = 5
 _UNBLOCKABLE = 1 << signal.SIGKILL - 1 | 1 << signal.SIGSTOP - 1
 
 
@@ -160,10 +162,16 @@ def resume(pid: int, leader: Tracee | None = None) -> None:
     """End the stop of a process, which does not notice it.  ``leader``: as for `Injection.into`.
 
     Its own handler of SIGCONT is not called, and it gets no SIGCHLD that its children stopped: `_drop_stop_notice`.
+    What else came while it was stopped, a timer's signal for example, the main thread gets, as if it had run.
     """
     if _signals(pid, pid, "ShdPnd") & _CHLD:
         with contextlib.suppress(OSError), Injection.into(pid, leader) as injection:
             _drop_stop_notice(injection)
+    for _ in range(_TIMER_TICKS):
+        if not (waiting := _for_main_thread(pid)):
+            break
+        with contextlib.suppress(OSError), Injection.into(pid, leader) as injection:
+            _pass_to_main_thread(injection, waiting)
     with ExitStack() as stack:
         if _signals(pid, pid, "SigCgt") & _CONT:
             with contextlib.suppress(OSError):  # then it is called
@@ -187,6 +195,29 @@ def _drop_stop_notice(injection: Injection) -> None:
         ended = any(_state(each, each) == "Z" for each in procfs.children(pid))
         if code not in _STOP_NOTICES or ended or _state(child, child) == "T":
             injection.call("rt_sigqueueinfo", pid, signal.SIGCHLD, info)
+
+
+def _for_main_thread(pid: int) -> int:
+    """Return the signals that wait for any thread of a process, have a handler, and are not blocked by the first."""
+    waiting = _signals(pid, pid, "ShdPnd") & _signals(pid, pid, "SigCgt")
+    return waiting & ~_signals(pid, pid, "SigBlk") & ~(_CONT | _CHLD)
+
+
+def _pass_to_main_thread(injection: Injection, waiting: int) -> None:
+    """Have the first thread get signals that wait for any thread.
+
+    Linux gives a running process's signal to its first thread (kernel/signal.c: complete_signal), but one that came
+    while all are stopped to the thread that runs first, whose system call it interrupts: sem_wait(3) returns -1.
+    """
+    pid, taken = injection.pid, list[bytes]()
+    empty = struct.pack("=Q", waiting) + bytes(_SIGINFO_BYTES + 16)
+    with injection.on_stack(empty) as address:
+        info, timeout = address + 8, address + 8 + _SIGINFO_BYTES
+        while injection.call("rt_sigtimedwait", address, info, timeout, 8) > 0:
+            taken.append(injection.memory.read(info, _SIGINFO_BYTES))
+        for each in taken:
+            injection.memory.write(info, each)
+            injection.call("rt_tgsigqueueinfo", pid, pid, struct.unpack_from("=i", each)[0], info)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ from jupyter_gpu_ckpt.process import (
     descriptors,
     device_files,
     file_locks,
+    inherited_filters,
     inventory,
     reapply,
     shared_memory,
@@ -126,6 +127,7 @@ class Init:
         self.memory_directory = -1
         self.rootless = rootless
         self.shared_memory = SharedMemory(f"{directory}/{shared_memory.DIRECTORY}")
+        self.filters = inherited_filters.InheritedFilters(f"{directory}/{inherited_filters.DIRECTORY}")
         self.owner: socket.socket | None = None
         self.may_outlive = False
         #: Descriptors that the owner gave us to keep; the locks on their files end with the capsule.
@@ -329,10 +331,10 @@ class Init:
     def watch_kernel(self) -> None:
         """Notice the end of the kernel, which may be a child of its root process."""
         self.kernel_fd = os.pidfd_open(self.kernel)
-        self.selector.register(self.kernel_fd, selectors.EVENT_READ, self.take_over_kernel)
+        self.selector.register(self.kernel_fd, selectors.EVENT_READ, self.reparent_kernel)
 
-    def take_over_kernel(self) -> None:
-        """Become the parent of a kernel that has ended: end its root process, which may be stopped."""
+    def reparent_kernel(self) -> None:
+        """Make a kernel that has ended a child of this process: end its root process, which may be stopped."""
         if self.kernel_fd < 0:
             return  # a request was first
         self.selector.unregister(self.kernel_fd)
@@ -346,7 +348,7 @@ class Init:
         """Reap the kernel, if it has ended: its owner may have seen that before we have."""
         self.reap()
         if self.kernel_fd >= 0 and _is_ready(self.kernel_fd):
-            self.take_over_kernel()
+            self.reparent_kernel()
         deadline = time.monotonic() + REAP_TIMEOUT
         while self.kernel and self.kernel_fd < 0 and self.kernel_status is None and time.monotonic() < deadline:
             time.sleep(0.0005)
@@ -363,6 +365,7 @@ class Init:
     def finish_job(self, job: RunningProgram, code: int) -> None:
         """Repair the kernel after a dump, or complete a restore, and answer the request."""
         self.job = None
+        self.filters.show()
         if code != 0:
             self.kill_job(job)  # what it has left: a child that has stopped itself would stay for good
             self.unmount_left()
@@ -402,8 +405,8 @@ class Init:
             self.shared_memory.give_names(pids)
         self.shared_memory.save(pids, target)
 
-    def take_inherited_files(self, guard: CriuGuard) -> None:
-        """Take the noted device files from stopped processes."""
+    def replace_inherited_files(self, guard: CriuGuard) -> None:
+        """Replace the noted device files of stopped processes."""
         for pid in guard.pids:
             if pid in self.inherited_files:
                 with contextlib.suppress(*procfs.GONE):  # it was killed
@@ -522,13 +525,14 @@ class Init:
         guard = self.guard() if on_kernel else None
         try:
             if guard is not None and terminals:
-                self.take_inherited_files(guard)
+                self.replace_inherited_files(guard)
                 if self.rootless:
                     self.save_shared_memory(guard.pids, os.path.dirname(terminals))
                     guard.settle(time.monotonic() + STOP_TIMEOUT)
                 self.preparation = Preparation(guard.pids, terminals, self.watched_files)
                 if self.preparation.has_injected:
                     guard.settle(time.monotonic() + STOP_TIMEOUT)
+                self.filters.hide(guard.pids)
             elif terminals:
                 self.load_shared_memory(os.path.dirname(terminals))
             log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -540,6 +544,7 @@ class Init:
             finally:
                 os.close(log)
         except BaseException as error:
+            self.filters.show()
             if guard is not None:
                 lost = self.undo_preparation()
                 guard.finish(success=False)
@@ -672,13 +677,13 @@ class Init:
         self.stay_stopped = {int(pid) for pid, of_process in notes.items() if of_process.get("stopped")}
         return {"vital": vital, "failed": failed, "locks": locks}
 
-    def hold_databases(self, databases: list[dict[str, Any]]) -> dict[str, Any]:
-        """Lock databases (`sqlite_wal.hold`) until the kernel has its locks; answer which could not be, and why."""
+    def lock_databases(self, databases: list[dict[str, Any]]) -> dict[str, Any]:
+        """Lock databases (`sqlite_wal.lock_database`) until the kernel has its locks; answer which failed, and why."""
         self.close_databases()
         try:
-            self.database_fds = sqlite_wal.hold_all(databases)
+            self.database_fds = sqlite_wal.lock_databases(databases)
         except sqlite_wal.DatabaseLocked as error:
-            return {"held": error.filename}
+            return {"locked": error.filename}
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -686,7 +691,7 @@ class Init:
         return {}
 
     def close_databases(self) -> None:
-        """Release the locks of `hold_databases`."""
+        """Release the locks of `lock_databases`."""
         for descriptor in self.database_fds:
             os.close(descriptor)
         self.database_fds = []
@@ -724,7 +729,7 @@ class Init:
         "host_memory": host_memory,
         "inspect": inspect,
         "reapply": reapply,
-        "hold_databases": hold_databases,
+        "lock_databases": lock_databases,
         "clocks": clocks,
         "keep_fd": keep_fd,
     }

@@ -22,7 +22,8 @@ from jupyter_core.paths import jupyter_path
 from traitlets import Float, Unicode
 
 from ..errors import BadRequest, GpuCkptError, KernelSilent
-from ..kernel.provisioner import PROVISIONER, GpuCkptProvisioner
+from ..kernel.agent_injection import PROVISIONER
+from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.preflight import read_process
 from ..trace import StepEvent
 from ..units import size

@@ -12,12 +12,12 @@ from typing import Any
 from traitlets import Bool, Int, Unicode
 
 from ..errors import BadRequest, GpuCkptError, ImageArchived, ImageBusy, ImageError, ImageFormat, ImageNotFound
-from ..image import lease
+from ..image import lease, save_point
 from ..image.keys import Keyring
 from ..image.retention import Limits, choose
 from ..image.store import Image
 from ..kernel.orphans import Session, only_copy
-from ..kernel.registry import kernels, owned_kernel
+from ..kernel.registry import kernels, owned_by_id
 from ..units import duration, rate, size
 from .command import GpuCkptCommand, ImageCommand, Result
 from .terminal import Column, Part, progress
@@ -52,6 +52,7 @@ class ListCommand(ImageCommand):
                 **{name: getattr(image.manifest, name) for name in names},
                 "path": str(image.path),
                 "device_bytes": sum(image.manifest.device_bytes.values()),
+                "save_point": point.as_dict() if (point := save_point.of_image(image)) is not None else None,
             }
             for image in store.images()
         ]
@@ -85,6 +86,15 @@ class ListCommand(ImageCommand):
         sizes = [Column(title, number=True) for title in ("SIZE", "ON GPU", "AGE")]
         none = f"There are no images in {self.store().root}."
         terminal.table([Column("IMAGE"), *sizes, Column("KERNEL")], rows, otherwise=none)
+        rows = [
+            [each["save_point"]["name"], str(each["save_point"]["cell"] or "-"), each["kernel_id"], each["id"]]
+            for each in document["images"]
+            if each["save_point"]
+        ]
+        if rows:
+            terminal.line()
+            columns = [Column("SAVE POINT"), Column("CELL", number=True), Column("KERNEL"), Column("IMAGE")]
+            terminal.table(columns, rows)
         if document["damaged"]:
             terminal.line()
             rows = [[one["id"], (one["message"], "red")] for one in document["damaged"]]
@@ -205,7 +215,7 @@ def _require_unusable(path: Path, error: ImageFormat) -> None:
             f"Image {path.name}: {error.message}", hint="A newer release can read it. Use --force to delete it."
         )
     session = Session.read(path)
-    kernel = owned_kernel(Path(session.runtime_dir)) if session else None
+    kernel = owned_by_id(Path(session.runtime_dir), session.kernel_id) if session else None
     if session and kernel and kernel["image"] == path.name:
         raise ImageBusy(
             f"Image {path.name} is damaged, and the only copy of kernel {session.kernel_id}, which sleeps.",

@@ -49,6 +49,10 @@ class GpuCkptMain(GpuCkptCommand):
         "verify": ("images.VerifyCommand", "Check that an image is whole, yours, and the newest of its kernel."),
         "check": ("images.CheckCommand", "Verify every image."),
         "rm": ("images.RemoveCommand", "Delete images."),
+        "template": (
+            "templates.TemplateCommand",
+            "Make kernelspecs whose kernels start from an image.",
+        ),
         "prune": ("images.PruneCommand", "Delete images that are too many, too old or too large."),
         "keys": ("images.KeysCommand", "List the keys that seal images, or make a new one."),
         "seal": ("images.SealCommand", "Vouch for an image as it is now."),

@@ -16,7 +16,7 @@ from ..errors import BadRequest, CriuMissing, GpuCkptError, ImageBusy, ImageErro
 from ..hub.slurm import features
 from ..image.encryption import Vault
 from ..image.store import Image, Store
-from ..kernel.registry import owned_kernel
+from ..kernel.registry import owned_by_id
 from ..lifecycle import compatibility
 from ..node.fingerprint import fingerprint
 from ..node.match import Mismatch
@@ -103,7 +103,7 @@ class PushCommand(ImageCommand):
 
 def _require_unowned(image: Image) -> None:
     """Refuse to move the image of a kernel whose server runs: it would look for the image here."""
-    kernel = owned_kernel(Path(image.manifest.runtime_dir))
+    kernel = owned_by_id(Path(image.manifest.runtime_dir), image.manifest.kernel_id)
     if kernel is not None and kernel["image"] == image.id:
         raise ImageBusy(
             f"Kernel {image.manifest.kernel_id} belongs to a server that runs here.",

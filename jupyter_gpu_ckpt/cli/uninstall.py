@@ -22,6 +22,7 @@ from ..files.atomic import write_atomically
 from ..image import layout
 from ..image.keys import default_key_dir
 from ..image.store import Store
+from ..kernel.agent_injection import PROVISIONER
 from ..kernel.directories import is_private
 from ..kernel.registry import kernels, reap
 from ..paths import data_directory
@@ -29,8 +30,6 @@ from ..units import size
 from .command import ImageCommand, Result
 
 PACKAGE = "jupyter_gpu_ckpt"
-#: The provisioner's name in kernelspecs; `kernel.provisioner` has it, too, and its import takes long.
-PROVISIONER = "gpu-ckpt-provisioner"
 #: Words by which a configuration names this package or its classes.
 _OURS = re.compile(r"gpu-ckpt-provisioner|jupyter_gpu_ckpt|GpuCkpt")
 #: Files of ours beside the images: drafts, marks and locks of images, caches, locks.
@@ -155,8 +154,14 @@ def _kernelspecs() -> Iterator[Path]:
 
 
 def _clear_kernelspec(path: Path) -> None:
-    """Remove the provisioner from a kernelspec: one whose provisioner is not installed does not start."""
+    """Remove the provisioner from a kernelspec: one whose provisioner is not installed does not start.
+
+    A template is removed: without its image its kernels would start without what makes it one.
+    """
     spec = json.loads(path.read_text())
+    if "template" in spec["metadata"]["kernel_provisioner"].get("config", {}):
+        shutil.rmtree(path.parent)
+        return
     del spec["metadata"]["kernel_provisioner"]
     write_atomically(path, json.dumps(spec, indent=1) + "\n", durable=True, mode=path.stat().st_mode & 0o777)
 

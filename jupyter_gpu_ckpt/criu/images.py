@@ -32,16 +32,16 @@ _TTY_INFO_MAGIC = 0x59453036
 FILE_LOCKS_MAGIC = 0x54323616
 _IDS_MAGIC = 0x54432030
 MM_MAGIC = 0x57492820
-_FILES = "files.img"
+FILES = "files.img"
 _TTY_INFO = "tty-info.img"
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 # message file_entry
-_ENTRY_REG, _ENTRY_INET = 3, 4
+_ENTRY_REG, ENTRY_INET = 3, 4
 # message inet_sk_entry
-_INET_FAMILY, _INET_TYPE, _INET_STATE, _INET_PORT, _INET_ADDRESS = 3, 4, 6, 7, 11
-_INET_PEERS_PORT, _INET_V6ONLY = 8, 15
+INET_FAMILY, INET_TYPE, INET_STATE, INET_PORT, INET_ADDRESS = 3, 4, 6, 7, 11
+INET_PEERS_PORT, _INET_V6ONLY = 8, 15
 #: How an address of IPv6 begins that stands for one of IPv4.
 _MAPPED = b"\0" * 10 + b"\xff" * 2
 _TCP_LISTEN = 10
@@ -72,6 +72,7 @@ _LINK_NAME = re.compile(r"link_remap\.\d+")
 _NAME_MAX, _PATH_MAX = 255, 4096
 
 Field = tuple[int, int, int | bytes]
+DescriptorIds = dict[int, dict[int | None, int | None]]
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def below_proc(path: str) -> bool:
 
 
 def _regular(directory: Path) -> Iterator[list[Field]]:
-    for record in records(directory / _FILES, FILES_MAGIC):
+    for record in records(directory / FILES, FILES_MAGIC):
         if fields := submessage(record, _ENTRY_REG):
             yield fields
 
@@ -231,17 +232,30 @@ def _locks(directory: Path) -> tuple[set[int | None], dict[int | None, set[tuple
     path = directory / "filelocks.img"
     locked: set[int | None] = set()
     posix: dict[int | None, set[tuple[int, int, int]]] = {}
-    ids: dict[int, dict[int | None, int | None]] = {}
+    ids: DescriptorIds = {}
     for lock in map(fields_of, records(path, FILE_LOCKS_MAGIC) if path.exists() else ()):
-        if (pid := number_of(lock, LOCK_PID) or 0) not in ids:
-            descriptors = descriptors_of(directory, pid)
-            ids[pid] = {number_of(each, FDINFO_FD): number_of(each, _FDINFO_ID) for each in descriptors}
-        id = ids[pid].get(number_of(lock, _LOCK_FD))
+        id = locked_file(directory, lock, ids)
         locked.add(id)
         if number_of(lock, LOCK_FLAGS) == FL_POSIX:
             kind, start, length = (number_of(lock, each) or 0 for each in (LOCK_TYPE, LOCK_START, LOCK_LENGTH))
             posix.setdefault(id, set()).add((kind, start, length))
     return locked, posix
+
+
+def locked_file(directory: Path, lock: list[Field], known: DescriptorIds) -> int | None:
+    """Return the id of the file that a lock is on; None if no descriptor of its process has it.
+
+    ``known``: the ids of files by descriptor, of each process that was read before.
+    """
+    if (pid := number_of(lock, LOCK_PID) or 0) not in known:
+        descriptors = descriptors_of(directory, pid)
+        known[pid] = {number_of(each, FDINFO_FD): number_of(each, _FDINFO_ID) for each in descriptors}
+    return known[pid].get(number_of(lock, _LOCK_FD))
+
+
+def name_of_file(directory: Path, id: int | None) -> str:
+    """Return the path of the regular file with this id; of another file, "a file"."""
+    return next((_name(fields) for fields in _regular(directory) if number_of(fields, _REG_ID) == id), "a file")
 
 
 def _remaps(directory: Path) -> list[list[Field]]:
@@ -279,13 +293,13 @@ def _mapped(directory: Path) -> tuple[set[int | None], set[int | None]]:
 def ports(directory: Path) -> list[Port]:
     """Return the TCP ports that the kernel in ``directory`` listens on, and its UDP ports.  Raises `ImageFormat`."""
     found = set()
-    for record in records(directory / _FILES, FILES_MAGIC):
-        fields = submessage(record, _ENTRY_INET)
-        kind, number = number_of(fields, _INET_TYPE), number_of(fields, _INET_PORT)
-        listens = number_of(fields, _INET_STATE) == _TCP_LISTEN if kind == socket.SOCK_STREAM else bool(number)
+    for record in records(directory / FILES, FILES_MAGIC):
+        fields = submessage(record, ENTRY_INET)
+        kind, number = number_of(fields, INET_TYPE), number_of(fields, INET_PORT)
+        listens = number_of(fields, INET_STATE) == _TCP_LISTEN if kind == socket.SOCK_STREAM else bool(number)
         if fields and listens and kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
-            family = number_of(fields, _INET_FAMILY) or 0
-            address = socket.inet_ntop(family, _address(fields))
+            family = number_of(fields, INET_FAMILY) or 0
+            address = socket.inet_ntop(family, address_of(fields))
             found.add(Port(family, kind, address, number or 0))
     return sorted(found, key=lambda port: (port.number, port.type, port.address))
 
@@ -297,12 +311,12 @@ def view(directory: Path, target: Path, changed: Collection[str]) -> Path:
     """
     target.mkdir(mode=0o700)
     for path in directory.iterdir():
-        if path.name != _FILES or not changed:
+        if path.name != FILES or not changed:
             (target / path.name).symlink_to(path)
     if not changed:
         return target
     rewritten = []
-    for record in records(directory / _FILES, FILES_MAGIC):
+    for record in records(directory / FILES, FILES_MAGIC):
         fields = submessage(record, _ENTRY_REG)
         if fields and _name(fields) in changed:
             kept = b"".join(encode(field) for field in fields if field[0] not in (_REG_SIZE, _REG_MODE))
@@ -311,7 +325,7 @@ def view(directory: Path, target: Path, changed: Collection[str]) -> Path:
                 for number, kind, value in fields_of(record)
             )
         rewritten.append(record)
-    rewrite(target / _FILES, FILES_MAGIC, rewritten)
+    rewrite(target / FILES, FILES_MAGIC, rewritten)
     return target
 
 
@@ -341,27 +355,27 @@ def clear_chosen_addresses(directory: Path) -> None:
     none, or to one of IPv4.  As it is connected to its peer again, it gets that address again.  Raises `ImageFormat`,
     `OSError`.
     """
-    contents, changed = list(records(directory / _FILES, FILES_MAGIC)), False
+    contents, changed = list(records(directory / FILES, FILES_MAGIC)), False
     for index, record in enumerate(contents):
-        fields = submessage(record, _ENTRY_INET)
-        kind = number_of(fields, _INET_FAMILY), number_of(fields, _INET_TYPE)
+        fields = submessage(record, ENTRY_INET)
+        kind = number_of(fields, INET_FAMILY), number_of(fields, INET_TYPE)
         if kind != (socket.AF_INET6, socket.SOCK_DGRAM) or number_of(fields, _INET_V6ONLY) != 0:
             continue
-        if number_of(fields, _INET_PEERS_PORT) and not _address(fields).startswith(_MAPPED):
+        if number_of(fields, INET_PEERS_PORT) and not address_of(fields).startswith(_MAPPED):
             changed = True
-            kept = b"".join(encode((*field[:2], 0) if field[0] == _INET_ADDRESS else field) for field in fields)
+            kept = b"".join(encode((*field[:2], 0) if field[0] == INET_ADDRESS else field) for field in fields)
             contents[index] = b"".join(
-                encode((number, kind, kept if number == _ENTRY_INET else value))
+                encode((number, kind, kept if number == ENTRY_INET else value))
                 for number, kind, value in fields_of(record)
             )
     if changed:
-        rewrite(directory / _FILES, FILES_MAGIC, contents)
+        rewrite(directory / FILES, FILES_MAGIC, contents)
 
 
-def _address(fields: list[Field]) -> bytes:
-    """Return the own address of a socket: 4 or 16 bytes."""
-    words = b"".join(struct.pack("<I", word) for word in _numbers(fields, _INET_ADDRESS))
-    length = 4 if number_of(fields, _INET_FAMILY) == socket.AF_INET else 16
+def address_of(fields: list[Field], which: int = INET_ADDRESS) -> bytes:
+    """Return the own address of a socket, or the one in another field: 4 or 16 bytes."""
+    words = b"".join(struct.pack("<I", word) for word in _numbers(fields, which))
+    length = 4 if number_of(fields, INET_FAMILY) == socket.AF_INET else 16
     return words.ljust(length, b"\0")[:length]
 
 

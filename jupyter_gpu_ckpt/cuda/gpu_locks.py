@@ -24,8 +24,10 @@ from ..errors import GpuFull, HostError
 
 # flock(2) has no deadline of its own.
 POLL_S = 0.05
-_NAME = re.compile(r"[A-Za-z0-9-]+")
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+#: UUIDs of GPUs, as names of files.
+NAME = re.compile(r"[A-Za-z0-9-]+")
+#: Of files that other users may have replaced by links, or by FIFOs that nobody writes to.
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 @contextmanager
@@ -38,7 +40,7 @@ def locked(directory: Path, uuids: Iterable[str], timeout_s: float) -> Iterator[
     deadline = time.monotonic() + timeout_s
     with ExitStack() as descriptors:
         for uuid in sorted(set(uuids)):
-            if not _NAME.fullmatch(uuid):
+            if not NAME.fullmatch(uuid):
                 raise ValueError(f"not a GPU UUID: {uuid!r}")
             if (descriptor := _lock(directory, uuid, deadline)) is None:
                 message = "Another kernel is being restored to the same GPU; this one was not tried."
@@ -66,18 +68,26 @@ def _lock(directory: Path, uuid: str, deadline: float) -> int | None:
         time.sleep(POLL_S)
 
 
-def _open(directory: Path, name: str) -> int:
+def open_directory(directory: Path) -> int:
+    """Open the directory that all users share, created if it is missing; the caller closes it.  Raises `OSError`.
+
+    World-writable and sticky, like the directory around it: each user removes and renames files of their own only.
+    """
     with suppress(FileExistsError):
         os.mkdir(directory)
-        # Not in mkdir, which applies the umask.  World-writable and sticky, like the directory around it.
+        # Not in mkdir, which applies the umask.
         os.chmod(directory, 0o1777)  # noqa: S103
-    parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _open(directory: Path, name: str) -> int:
+    parent = open_directory(directory)
     try:
         try:
-            descriptor = os.open(name, _READ | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=parent)
+            descriptor = os.open(name, READ | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=parent)
             os.fchmod(descriptor, 0o644)
         except FileExistsError:
-            descriptor = os.open(name, _READ, dir_fd=parent)
+            descriptor = os.open(name, READ, dir_fd=parent)
     finally:
         os.close(parent)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -5,8 +5,9 @@ UUIDs are written as NVML and ``nvidia-smi`` write them (``GPU-`` and 36 charact
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +43,18 @@ class Gpu:
     cuda: str = ""
 
 
+def default_lock_directory() -> Path:
+    """Return the directory that all users' servers share: as the environment says, or in the temporary directory."""
+    named = os.environ.get("JUPYTER_GPU_CKPT_LOCKS")
+    return Path(named) if named else Path(tempfile.gettempdir()) / "jupyter-gpu-ckpt-locks"
+
+
 class Gpus(Facade):
     """NVML's view of this node.  Thread-safe; every call has a deadline of `NVML_TIMEOUT_S`.
 
     ``helper``: the helper process, shared with a `cuda.Cuda`; by default an own one, ended by `close`.  ``lock_dir``:
-    directory of the locks of `reservation`, by default in the system's temporary directory; the same one for all
-    servers that restore kernels to this node's GPUs.
+    directory of the locks of `reservation`, by default `default_lock_directory`; the same one for all servers that
+    restore kernels to this node's GPUs.
 
     All methods raise `CudaError` (NVML refused; its number is in the details), `CudaUnavailable` (no bindings although
     there is a driver), `CudaTimeout` or `HelperGone`.
@@ -55,7 +62,9 @@ class Gpus(Facade):
 
     def __init__(self, helper: Caller | None = None, *, lock_dir: Path | None = None) -> None:
         super().__init__(helper)
-        self._lock_dir = lock_dir or Path(tempfile.gettempdir()) / "jupyter-gpu-ckpt-locks"
+        self.lock_directory = lock_dir or default_lock_directory()
+        #: Bytes of a GPU that appear free, and that kernels which share it are about to fill (`sharing.records`).
+        self.claimed: Callable[[str], int] = lambda uuid: 0
 
     def list(self) -> list[Gpu]:
         """Return all GPUs in NVML's order, whatever ``CUDA_VISIBLE_DEVICES`` says; none without an NVIDIA driver."""
@@ -130,9 +139,9 @@ class Gpus(Facade):
                 raise TypeError("needs must be bytes by GPU UUID")
             if needed < 0:
                 raise ValueError(f"{uuid}: a need of {needed} bytes")
-        with gpu_locks.locked(self._lock_dir, needs, timeout_s):
+        with gpu_locks.locked(self.lock_directory, needs, timeout_s):
             for uuid, needed in sorted(needs.items()):
-                free = self.free(uuid)
+                free = max(0, self.free(uuid) - self.claimed(uuid))
                 if free < needed:
                     message = f"The kernel needs {size(needed, 2)} on the GPU; {size(free, 2)} are free."
                     raise GpuFull(message, left="nothing was changed", uuid=uuid, needed=needed, free=free)

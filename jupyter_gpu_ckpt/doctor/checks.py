@@ -42,8 +42,12 @@ NATIVE_PARTS = {
     "root": "kernels with daemons or background commands cannot be checkpointed",
 }
 
-#: Capabilities (capabilities(7)) that a server running as root needs because it makes no user namespace.
-ROOT_MUST = {"CAP_SYS_ADMIN": 21, "CAP_SYS_PTRACE": 19}
+#: System calls that profiles of containers forbid, and that no other check tries.
+FILTERED = ("kcmp", "pidfd_getfd", "vmsplice")
+
+#: Capabilities (capabilities(7)) that a server running as root needs because it makes no user namespace: the first
+#: two for namespaces and ptrace(2), the others for the clocks of a time namespace and for buffers of sockets.
+ROOT_MUST = {"CAP_SYS_ADMIN": 21, "CAP_SYS_PTRACE": 19, "CAP_SYS_TIME": 25, "CAP_NET_ADMIN": 12}
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,7 @@ def _root(probes: Probes) -> Iterable[Finding]:
     effective = int(probes.status().get("CapEff", "0"), 16)
     missing = [name for name, number in ROOT_MUST.items() if not effective >> number & 1]
     if missing:
-        message = f"The server is root without {' and '.join(missing)}, and so cannot create the kernels' namespaces."
+        message = f"The server is root without {' and '.join(missing)}, which capsules and CRIU need."
         yield Finding("root-capabilities", False, message, fixes.container(probes.container(), root=True))
     else:
         yield Finding("root-capabilities", True, "root has the capabilities that CRIU needs")
@@ -221,19 +225,24 @@ def _namespaces(probes: Probes) -> Iterable[Finding]:
     note = "" if scope in (None, "0") else f" (yama's ptrace_scope {scope} is no obstacle inside a capsule)"
     message = f"CRIU can attach to processes{note}"
     yield judge("ptrace", ("ptrace",), message, functools.partial(fixes.ptrace, scope=scope))
-    yield _seccomp(trial)
+    yield _seccomp(trial, counted="Seccomp_filters" in probes.status())
 
 
-def _seccomp(trial: fixes.Trial) -> Finding:
-    """Find a filter that permits all the rest: a process below it cannot read it, and so not save it (ptrace(2))."""
+def _seccomp(trial: fixes.Trial, *, counted: bool) -> Finding:
+    """Find calls that a filter refuses, and one that looks like a kernel's own (`process.inherited_filters`)."""
     check = "seccomp"
-    if trial.confined:
-        message = (
-            "Kernels inherit the seccomp filter of this process, which CRIU cannot save below the filter: a checkpoint "
-            "is refused (UNPROVEN_STATE), also with a profile that permits every system call."
-        )
-        return Finding(check, False, message, fixes.seccomp(trial))
-    return Finding(check, True, "no seccomp filter, which CRIU could not save")
+    if refused := trial.refused(*FILTERED):
+        message = f"A system call that checkpoints need is refused ({refused.step}: {refused.message})."
+        return Finding(check, False, message, fixes.seccomp(trial) if trial.confined else "")
+    if not trial.confined:
+        return Finding(check, True, "no seccomp filter")
+    if counted:
+        return Finding(check, True, "kernels inherit a seccomp filter, and wake below it")
+    message = (
+        "Kernels inherit the seccomp filter of this process, and this Linux does not count filters: it cannot be "
+        "distinguished from one of the kernel's own, and a checkpoint is refused (UNPROVEN_STATE)."
+    )
+    return Finding(check, False, message, f"Boot Linux 5.11 or newer. Or: {fixes.seccomp(trial)}")
 
 
 def _pids(trial: fixes.Trial) -> Finding:

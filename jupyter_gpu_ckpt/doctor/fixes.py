@@ -29,7 +29,7 @@ NATIVE_PARTS = (
 SOME_NAMESPACES = 15000
 
 _UNCONFINED = "--security-opt seccomp=unconfined --security-opt apparmor=unconfined"
-_ROOT_CAPABILITIES = ("SYS_ADMIN", "SYS_PTRACE", "CHECKPOINT_RESTORE")
+_ROOT_CAPABILITIES = ("SYS_ADMIN", "SYS_PTRACE", "CHECKPOINT_RESTORE", "SYS_TIME", "NET_ADMIN")
 
 
 class RefusedStep(NamedTuple):

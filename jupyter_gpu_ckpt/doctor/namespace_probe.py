@@ -106,6 +106,29 @@ def seize_unrelated() -> None:
         raise OSError(number, f"ptrace: {os.strerror(abs(number))}")
 
 
+def compare_with_itself() -> None:
+    syscalls.call("kcmp", os.getpid(), os.getpid(), syscalls.KCMP_FILES, 0, 0)
+
+
+def copy_descriptor() -> None:
+    pidfd = os.pidfd_open(os.getpid())
+    os.close(syscalls.pidfd_getfd(pidfd, pidfd))
+    os.close(pidfd)
+
+
+def splice_memory() -> None:
+    """Call vmsplice(2), by which CRIU reads the memory of a process."""
+    reader, writer = os.pipe()
+    page = ctypes.create_string_buffer(16)
+    vector = struct.pack("=2Q", ctypes.addressof(page), len(page))
+    done = _libc.vmsplice(ctypes.c_int(writer), ctypes.c_char_p(vector), ctypes.c_size_t(1), ctypes.c_uint(0))
+    number = ctypes.get_errno()
+    os.close(reader)
+    os.close(writer)
+    if done < 0:
+        raise OSError(number, os.strerror(number))
+
+
 def run_inside(argv: list[str], seconds: float) -> dict[str, Any]:
     """Run a program as CRIU is run in a capsule.
 
@@ -130,6 +153,8 @@ def inside(answers: dict[str, Any], argv: list[str], seconds: float) -> None:
         attempt(answers, "ns_last_pid", lambda: write("/proc/sys/kernel/ns_last_pid", str(WANTED_PID - 1000)))
     attempt(answers, "set_tid", clone_with_tid)
     attempt(answers, "ptrace", seize_unrelated)
+    for name, work in (("kcmp", compare_with_itself), ("pidfd_getfd", copy_descriptor), ("vmsplice", splice_memory)):
+        attempt(answers, name, work)
     if argv:
         try:
             answers["run"] = run_inside(argv, seconds)

@@ -84,7 +84,8 @@ class Gate:
     ----------
     front, back:
         Connection infos as in a connection file (with ``curve_publickey`` and ``curve_secretkey`` where CURVE is
-        wanted).  Clients connect to ``front``; the kernel is at ``back``.  Both have the same ``key``.
+        wanted).  Clients connect to ``front``; the kernel is at ``back``.  Both have the same ``key``, but for a branch
+        until it has its own (`expect_key`).
     on_wake:
         Called with a message type, once a sleep, when a message arrives or lies waiting that wakes the kernel.
     on_agent_request:
@@ -92,7 +93,8 @@ class Gate:
         on the control channel), else after the reply and the idle of the cell that sent it were forwarded.  From there
         on requests are queued if the verb is ``suspend`` or ``checkpoint``: run the verb, or call `release`.  Also
         called with ``{"verb": "shutdown", "restart": bool}`` when the gate answered a ``shutdown_request`` for a kernel
-        that is away.  Both are called on the gate's thread; they must not block, and must not call the gate.
+        that is away, and with ``{"verb": "interrupt"}`` for each ``interrupt_request``.  Both are called on the gate's
+        thread; they must not block, and must not call the gate.
     kernel_id:
         For topics, the thread's name and the gate's identity at the kernel.
     identity:
@@ -158,6 +160,8 @@ class Gate:
     print_notice = _verb(Router.print_notice)
     kernel_died = _verb_if_running(Router.kernel_died)
     rebind_kernel = _verb(Router.rebind_kernel)
+    expect_key = _verb(Router.expect_key)
+    follow_session = _verb(Router.follow_session)
 
     def when_idle(self) -> Future[None]:
         """Return a future that is settled once no cell runs or waits in the kernel; see `Router.when_idle`.

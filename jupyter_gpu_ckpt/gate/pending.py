@@ -106,6 +106,10 @@ class PendingRequests:
         """
         return sum(entry.is_cell and not entry.straggles for entry in self._by_id.values())
 
+    def running_cell(self) -> Request | None:
+        """Return the request of the cell that runs, if there is one that is not silent."""
+        return next((entry.request for entry in self._by_id.values() if entry.is_cell and not entry.straggles), None)
+
     def awaits_input(self) -> bool:
         """Return whether a cell waits for an answer of its user."""
         return any(entry.awaits_input for entry in self._by_id.values())

@@ -42,6 +42,10 @@ class Replies:
         self._session.session = message["header"]["session"]
         self._session.username = message["header"].get("username", "")
 
+    def follow(self, session: str) -> None:
+        """Use the kernel's new session id."""
+        self._session.session = session
+
     def forget(self) -> None:
         """Forget the kernel: another one takes its place."""
         self.info, self._kernel_welcomes = None, False

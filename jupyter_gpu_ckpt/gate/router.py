@@ -38,7 +38,7 @@ _PROBE_EVERY = 0.05  # seconds between the probes of a fresh connection
 _UNREAD, _LONGEST_UNREAD = 0.5, 30.0
 
 # Requested by a cell, these are done between that cell and the next request of its client.
-_QUEUEING_VERBS = frozenset({"suspend", "checkpoint"})
+_QUEUEING_VERBS = frozenset({"suspend", "checkpoint", "save", "back"})
 
 # So many pending requests stop the reading of new ones: ZMQ then blocks the sender, as the kernel itself would have.
 _MAX_PENDING = 10_000
@@ -119,9 +119,9 @@ class Router:
         self.notices: list[str] = []
         self._on_wake, self._on_agent_request, self._log = on_wake, on_agent_request, log
         self._verifier = wire.session(front, history=True)
-        self._signer = wire.session(front, history=False)
+        self._signer = wire.session(back, history=False)
         self._internal = InternalRequests(self._signer)
-        self.replies = Replies(self._signer, kernel_id, self._to_clients)
+        self.replies = Replies(wire.session(front, history=False), kernel_id, self._to_clients)
         self._drain = Drain(self.pending, self._send_internal, self._dropped)
         self._waiting_for_idle: list[Future[None]] = []
         self._wake_requested = False  # on_wake was called for this sleep
@@ -406,6 +406,8 @@ class Router:
     def print_notice(self, text: str) -> None:
         """Show ``text`` at once in the output of the cell that waits for the kernel; of no cell if none waits."""
         waiting = self.queue.first(lambda r: r.msg_type == "execute_request" and not r.content.get("silent", False))
+        if waiting is None:  # or that runs, and waits in a call
+            waiting = self.pending.running_cell()
         if waiting is not None:
             self.replies.notice(waiting, text)
 
@@ -427,6 +429,14 @@ class Router:
         self.replies.forget()
         self._dead = self._wake_requested = False
         self.state = GateState.CLOSED
+
+    def expect_key(self, key: str) -> None:
+        """Sign the gate's own requests with ``key``, and expect it of the kernel: that of a branch changes."""
+        self._signer.key = key.encode("ascii")
+
+    def follow_session(self, session: str) -> None:
+        """Answer with the kernel's new session id: it has become another kernel."""
+        self.replies.follow(session)
 
     def _disconnect(self, reason: str) -> None:
         """Close the kernel's side, and fail what waits for an answer of the kernel."""
@@ -483,6 +493,7 @@ class Router:
         elif kind in _DONE_WITHOUT_KERNEL:
             if kind == "interrupt_request":
                 self.interrupt()
+                self._notify(self._on_agent_request, {"verb": "interrupt"})
             self.replies.done(request)
             if kind == "shutdown_request" and not self._dead:
                 restart = bool(request.content.get("restart", False))
@@ -514,6 +525,8 @@ class Router:
             self.notices.clear()
         if request.msg_type in _ANSWERS:
             self.pending.answered()
+        if request.msg_type == "interrupt_request":
+            self._notify(self._on_agent_request, {"verb": "interrupt"})
         if request.channel != "stdin":
             self.pending.forwarded(request)
             self._drain.note_progress()

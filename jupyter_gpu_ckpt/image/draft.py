@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from ..errors import KeyUnusable
+from ..files import clone
 from ..files.atomic import flush, write_atomically
 from ..files.disk import mapped_errors
 from . import device_memory, encryption, layout, lease, links, verify
@@ -51,8 +53,11 @@ class Draft:
         self._journal = root / f"{layout.DRAFT}{id}{layout.LINKS}"
         self._needed_links = needed_links
         self._known: dict[str, FileEntry] = {}
+        self._copied_encryption: dict[str, Any] | None = None
         self._lock = FileLock(root / f"{layout.DRAFT}{id}{layout.LOCK}", timeout=0, mode=0o600)
         self._form = encryption.Form(vault, id, self.path / layout.CRIU)
+        #: The image's directory, once it is one.
+        self.target = root / id
         #: The directory that CRIU writes to; for an encrypted image it lies in memory.
         self.criu_directory = self._form.criu_directory
         try:
@@ -89,6 +94,20 @@ class Draft:
             written = device_memory.write(extents, directory, self._form.codec(claim), check_cancelled)
             self._known = {layout.device_file(name): entry for name, entry in written.items()}
 
+    def copy(self, source: Image) -> None:
+        """Copy all files of an image but its session.  Their hashes stay, encrypted ones stay encrypted as they are.
+
+        Raises `NoSpace`, `StoreUnwritable`.
+        """
+        with mapped_errors(self._root):
+            for name, entry in source.manifest.files.items():
+                if name == layout.SESSION:
+                    continue
+                (self.path / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                clone.copy(source.path / name, self.path / name, most=entry.bytes)
+                self._known[name] = entry
+        self._copied_encryption = source.manifest.encryption
+
     def note_before_dump(self, pids: Iterable[int]) -> None:
         """Note where a dump of ``pids`` may make links, for `discard` or a later sweep.  Raises `NoSpace`."""
         with mapped_errors(self._root):
@@ -108,11 +127,13 @@ class Draft:
         """Make the draft an image.  Raises `QuotaExceeded` when it outgrew its reservation; then it is still a draft.
 
         ``claim_pid``: the saved process, which still lives; until `Image.withdraw_claim` nobody restores the image,
-        unless the process that ``keep_fd`` passes the claim's lock to has ended.
+        unless the process that ``keep_fd`` passes the claim's lock to has ended.  A save point has none, unless its
+        kernel is to sleep in it.
         """
+        sleeps_in_save_point = manifest.save_point is not None and claim_pid is not None
         with mapped_errors(self._root):
             key = self._keys.current()
-            manifest = replace(manifest, encryption=self._form.finish())
+            manifest = replace(manifest, encryption=self._copied_encryption or self._form.finish())
             files = [path for path in self.path.rglob("*") if path.is_file() and not path.is_symlink()]
             for path in files:
                 path.chmod(0o600)
@@ -135,7 +156,9 @@ class Draft:
             directories = [path for path in self.path.rglob("*") if path.is_dir()]
             for directory in (*directories, self.path):
                 flush(directory)
-            target = self._root / self.id
+            target = self.target
+            if sleeps_in_save_point:
+                Image(target, manifest).unretire()  # of a server that ends now, the next one must know
             self.path.rename(target)
             try:
                 flush(self._root)
@@ -145,6 +168,8 @@ class Draft:
                 target.rename(draft)
                 self.path = draft
                 raise
+        if manifest.save_point is not None:
+            links.keep(manifest)
         self._unlock()
         with contextlib.suppress(KeyUnusable):  # the image is there; an older one put back may go unnoticed
             self._generations.record_published(manifest)
@@ -157,6 +182,9 @@ class Draft:
                 others = self._root.glob(f"{layout.DRAFT}*{layout.LINKS}")
                 links.remove_abandoned(self._journal, {*others} - {self._journal}, self._needed_links())
         shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            layout.mark(self.target, layout.ASLEEP).unlink(missing_ok=True)
+        shutil.rmtree(self.target.with_name(f"{layout.LINKED}{self.id}"), ignore_errors=True)
         self._unlock()
 
     def _unlock(self) -> None:

@@ -41,8 +41,9 @@ class Generations:
         return max(last, self._read(kernel_id)["published"]) + 1
 
     def record_published(self, manifest: Manifest) -> None:
-        """Record that an image was published.  Raises `KeyUnusable`."""
-        self._raise_to(manifest.kernel_id, published=manifest.generation)
+        """Record that an image was published, unless it is a save point.  Raises `KeyUnusable`."""
+        if manifest.save_point is None:
+            self._raise_to(manifest.kernel_id, published=manifest.generation)
 
     def record_restored(self, kernel_id: str, generation: int | None = None) -> None:
         """Record that the kernel runs on after this image, or its last: older ones are void.  Raises `KeyUnusable`."""
@@ -52,7 +53,12 @@ class Generations:
             self._raise_to(kernel_id, spent=generation)
 
     def require_current(self, manifest: Manifest) -> None:
-        """Raise `ImageStale` for an image that is not the last of its kernel, or that was restored."""
+        """Raise `ImageStale` for an image that is not the last of its kernel, or that was restored.
+
+        A save point is restored any number of times, and no other image outdates it.
+        """
+        if manifest.save_point is not None:
+            return
         record = self._read(manifest.kernel_id)
         if manifest.generation < record["published"]:
             message = f"The image is number {manifest.generation} of its kernel; the last was {record['published']}."

@@ -31,17 +31,30 @@ class Image:
         """The directory of CRIU's files."""
         return self.path / layout.CRIU
 
+    @property
+    def is_save_point(self) -> bool:
+        """Return whether the image is kept when its kernel comes back from it (`save_point`)."""
+        return self.manifest.save_point is not None
+
     def retire(self) -> None:
-        """Record that the user shut the kernel down: no server attaches the kernel by itself.  It stays usable."""
-        layout.mark(self.path, layout.RETIRED).touch(0o600)
+        """Record that the kernel does not sleep in the image: no server attaches it by itself.  It stays usable."""
+        if self.is_save_point:
+            layout.mark(self.path, layout.ASLEEP).unlink(missing_ok=True)
+        else:
+            layout.mark(self.path, layout.RETIRED).touch(0o600)
 
     def unretire(self) -> None:
         """Undo `retire`: the user wants the kernel back."""
-        layout.mark(self.path, layout.RETIRED).unlink(missing_ok=True)
+        if self.is_save_point:
+            layout.mark(self.path, layout.ASLEEP).touch(0o600)
+        else:
+            layout.mark(self.path, layout.RETIRED).unlink(missing_ok=True)
 
     @property
     def retired(self) -> bool:
-        """Return whether `retire` was called."""
+        """Return whether the kernel does not sleep in the image: `retire` was called, or it is a save point."""
+        if self.is_save_point:
+            return not layout.mark(self.path, layout.ASLEEP).exists()
         return layout.mark(self.path, layout.RETIRED).exists()
 
     def accept_changed_files(self) -> None:
@@ -90,6 +103,10 @@ class Image:
         has it or the kernel lives; `ImageNotFound` when the image was removed.
         """
         return leases.acquire(self.path, timeout=timeout)
+
+    def claim(self, pid: int, keep_fd: leases.KeepFd) -> None:
+        """Record that the image's kernel lives as process ``pid``, restored from another.  Raises `OSError`."""
+        leases.publish_claim(self.path, pid, keep_fd)
 
     def withdraw_claim(self) -> None:
         """Remove the claim: the process that was saved has ended, and the image can be restored.  Raises `OSError`."""

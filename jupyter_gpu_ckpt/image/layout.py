@@ -19,15 +19,22 @@ LEASES = "lease"
 #: Names that a manifest does not list: itself, its seal, and what leases write.
 RESERVED = frozenset({MANIFEST, SEAL, LEASES, CLAIM})
 
+#: The session of the kernel (`kernel.orphans`).
+SESSION = "session.json"
 #: The directory that CRIU writes to.
 CRIU = "criu"
 #: In the directory above: the pages of the processes, which CRIU copies without reading them.
 PAGES = "pages-*.img"
 #: In the directory above: the directory of device memory (`device_memory`).
 DEVICE = "device"
+#: In the same: the directory of what a save point has besides: the notebook, and copies of files.
+KEPT = "kept"
+#: In the directory above: the notebook's document.
+NOTEBOOK = "notebook.ipynb"
 #: Patterns for names as a manifest lists them: pages, and files of device memory.
 PAGES_FILES = f"{CRIU}/{PAGES}"
 DEVICE_FILES = f"{CRIU}/{DEVICE}/*"
+KEPT_FILES = f"{CRIU}/{KEPT}/*"
 
 # -- in the image directory, beside the images
 
@@ -42,8 +49,16 @@ LINKS = ".links"
 INCOMING = ".incoming"
 #: The suffixes of an image's marks (`mark`).
 RETIRED, ACCEPTS, ARCHIVED, SENT = ".retired", ".accepts", ".archived", ".sent"
+#: The same of a save point: its kernel sleeps in it.
+ASLEEP = ".asleep"
 #: The same: CRIU restores it (`links.ghosts_removed`).
 RESTORING = ".restoring"
+#: The same of a save point in which a kernel sleeps: the files that were replaced since.
+REPLACED = ".replaced"
+#: The prefix of a directory with hard links to files that a save point needs.
+LINKED = ".kept-"
+#: All that are removed with the image.
+MARKS = (LOCK, RETIRED, ACCEPTS, ASLEEP, REPLACED, ARCHIVED, RESTORING)
 
 
 def mark(path: Path, suffix: str) -> Path:

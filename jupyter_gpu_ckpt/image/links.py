@@ -30,6 +30,13 @@ _DELETED = " (deleted)"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where glibc keeps shared memory and semaphores
 
 
+def needed(manifest: Manifest) -> set[str]:
+    """Return the names of the links, and second links, that must stay for an image to be restored."""
+    names = made(manifest)
+    seconds = {secured_name(name, manifest.id) for name in names}
+    return seconds if manifest.save_point is not None else {*names, *seconds}
+
+
 def made(manifest: Manifest) -> dict[str, dict[str, Any]]:
     """Return the links that the dump of an image has made, and what they were.  The manifest may be unverified."""
     files = manifest.fingerprint.get("files")
@@ -83,6 +90,19 @@ def put_back(manifest: Manifest) -> None:
                 path.hardlink_to(second)
 
 
+def keep(manifest: Manifest) -> None:
+    """Rename the links of a save point to their second names: the next dump of its kernel makes such links again.
+
+    `put_back` makes them for a restore.  Idempotent, never raises.
+    """
+    secure(manifest)
+    for name in made(manifest):
+        path, second = Path(name), Path(secured_name(name, manifest.id))
+        with contextlib.suppress(OSError):
+            if _regular(second).st_ino == _regular(path).st_ino:
+                path.unlink()
+
+
 @contextlib.contextmanager
 def ghosts_removed(directory: Path, mark: Path) -> Iterator[None]:
     """Remove the files that CRIU makes for a moment in a restore of the dump in ``directory``, if the body fails.
@@ -133,7 +153,7 @@ def remove(manifest: Manifest, *, current: bool, needed: Collection[str] = ()) -
     may have another image by now, with links of the same names, and only untouched links are removed.  ``needed``:
     links that stay.
     """
-    for name, was in made(manifest).items():
+    for name, was in made(manifest).items() if manifest.save_point is None else ():
         with contextlib.suppress(OSError):
             path = Path(name)
             device, inode, _, _, ctime = identity(_regular(path))

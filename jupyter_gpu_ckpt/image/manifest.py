@@ -73,6 +73,11 @@ class Manifest:
     swapped_bytes: int = 0
     #: How CRIU's files are encrypted (`encryption`); None when they are not.
     encryption: dict[str, Any] | None = None
+    #: What makes the image a save point (`save_point.SavePoint`); None for the image of a sleeping kernel.
+    save_point: dict[str, Any] | None = None
+    #: Of an image that was made of another kernel's, for a branch (`branch`): ``image`` and ``kernel_id`` of that one,
+    #: and how the new kernel differs from it; empty for all others.
+    branched_from: dict[str, Any] = field(default_factory=dict)
     version: int = VERSION
 
     @property

@@ -11,7 +11,10 @@ from .image import Image
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on images for each kernel, on their age in seconds, and on the bytes of all together.  None: no limit."""
+    """Limits on images for each kernel, on their age in seconds, and on the bytes of all together.  None: no limit.
+
+    A kernel's save points are counted apart from its other images.
+    """
 
     keep_last: int | None = None
     max_age: float | None = None
@@ -23,10 +26,11 @@ def choose(images: Iterable[Image], limits: Limits, now: float, protected: Calla
     newest_first = sorted(images, key=lambda image: (image.manifest.created, image.id), reverse=True)
     kept: list[Image] = []
     going: list[Image] = []
-    of_kernel: Counter[str] = Counter()
+    of_kernel: Counter[tuple[str, bool]] = Counter()
     for image in newest_first:
-        of_kernel[image.manifest.kernel_id] += 1
-        surplus = limits.keep_last is not None and of_kernel[image.manifest.kernel_id] > limits.keep_last
+        counted = image.manifest.kernel_id, image.is_save_point
+        of_kernel[counted] += 1
+        surplus = limits.keep_last is not None and of_kernel[counted] > limits.keep_last
         old = limits.max_age is not None and now - image.manifest.created > limits.max_age
         (going if (surplus or old) and not protected(image) else kept).append(image)
     if limits.max_bytes is not None:

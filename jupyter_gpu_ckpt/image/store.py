@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import secrets
 import shutil
@@ -94,8 +93,7 @@ class Store:
     def _needed_links(self, but: str = "") -> set[str]:
         """Return the links of all images but those of kernel ``but``."""
         manifests = [image.manifest for image in self.images() if image.manifest.kernel_id != but]
-        found = {name: manifest.id for manifest in manifests for name in links.made(manifest)}
-        return {*found, *itertools.starmap(links.secured_name, found.items())}
+        return {name for manifest in manifests for name in links.needed(manifest)}
 
     def images(self) -> list[Image]:
         """Return every readable image, oldest first; `get` explains an unreadable one."""
@@ -251,15 +249,18 @@ class Store:
             deleted = self.root / f"{layout.DRAFT}{path.name}"
             path.rename(deleted)
             if ended is not None:
-                links.remove(ended.manifest, current=not leased and self._is_current(ended))
+                of_source = self._needed_links(ended.manifest.kernel_id) if ended.manifest.branched_from else ()
+                links.remove(ended.manifest, current=not leased and self._is_current(ended), needed=of_source)
                 if abandoned:
                     links.remove_tracked(ended.manifest)
                 if layout.mark(path, layout.RESTORING).exists():
                     links.remove_ghosts(images.ghost_names(deleted / layout.CRIU))
             before_delete(deleted)
+            if (kept := self.root / f"{layout.LINKED}{path.name}").exists():
+                shutil.rmtree(kept, ignore_errors=True)
             shutil.rmtree(deleted, ignore_errors=True)  # a sweep may have come upon it already
             # Under the lease: the next process makes a lock file of its own and sees that there is no image.
-            for suffix in (layout.LOCK, layout.RETIRED, layout.ACCEPTS, layout.ARCHIVED, layout.RESTORING):
+            for suffix in layout.MARKS:
                 layout.mark(path, suffix).unlink(missing_ok=True)
 
     def _is_abandoned(self, image: Image) -> bool:
@@ -271,19 +272,36 @@ class Store:
         return False
 
     def _is_current(self, image: Image) -> bool:
-        """Return whether the image was not restored and is the last of its kernel; False where that is unknown."""
+        """Return whether the image was not restored and is the last of its kernel; False where that is unknown.
+
+        A save point is while its kernel sleeps in it.
+        """
+        if image.is_save_point and image.retired:
+            return False
         with contextlib.suppress(GpuCkptError):
             self.generations.require_current(image.manifest)
             return True
         return False
 
-    def remove_outdated_links(self, kernel_id: str) -> None:
-        """Remove the links of a kernel's images, which runs on: none of them is current.  Never raises."""
+    def supersede(self, kernel_id: str) -> None:
+        """Remove the links of a kernel's images, which runs on: none of them is current.  Never raises.
+
+        Save points keep theirs; the kernel does not sleep in any, and whatever it was restored from is free again.
+        """
         with contextlib.suppress(OSError):
             needed = self._needed_links(but=kernel_id)
             for image in self.images():
-                if image.manifest.kernel_id == kernel_id and not self._is_current(image):
+                if image.manifest.kernel_id == kernel_id and image.is_save_point:
+                    image.retire()
+                    image.withdraw_claim()
+                elif image.manifest.kernel_id == kernel_id and not self._is_current(image):
                     links.remove(image.manifest, current=True, needed=needed)
+
+    def _keep_links(self, id: str) -> None:
+        """Finish what the writer of a save point may not have done."""
+        with contextlib.suppress(GpuCkptError):
+            if (image := self.get(id)).is_save_point:
+                links.keep(image.manifest)
 
     def sweep(self) -> int:
         """Remove drafts whose writer is gone; return their number.  Called when a server starts.
@@ -303,7 +321,10 @@ class Store:
             lock = FileLock(path.with_name(path.name + layout.LOCK), timeout=0, mode=0o600)
             with contextlib.suppress(Timeout, OSError), lock:  # a writer has it before it makes its directory
                 journal = path.with_name(path.name + layout.LINKS)
-                if journal.exists() and not (self.root / path.name.removeprefix(layout.DRAFT)).exists():
+                published = self.root / path.name.removeprefix(layout.DRAFT)
+                if journal.exists() and published.exists():
+                    self._keep_links(published.name)
+                elif journal.exists():
                     others = {*self.root.glob(f"{layout.DRAFT}*{layout.LINKS}")} - {journal}
                     links.remove_abandoned(journal, others, self._needed_links())
                 journal.unlink(missing_ok=True)
@@ -311,6 +332,10 @@ class Store:
                     shutil.rmtree(path, ignore_errors=True)
                     swept += 1
                 Path(lock.lock_file).unlink(missing_ok=True)
+        for kept in self.root.glob(f"{layout.LINKED}*"):
+            id = kept.name.removeprefix(layout.LINKED)
+            if not (self.root / id).exists() and not (self.root / f"{layout.DRAFT}{id}").exists():
+                shutil.rmtree(kept, ignore_errors=True)
         for reservation in self.root.glob(f"{layout.DRAFT}*{layout.RESERVATION}"):
             if not reservation.with_name(reservation.name.removesuffix(layout.RESERVATION)).exists():
                 reservation.unlink(missing_ok=True)

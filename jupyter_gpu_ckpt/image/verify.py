@@ -38,7 +38,7 @@ from ..files import direct_io
 from ..files.atomic import write_atomically
 from .background_task import BackgroundTask
 from .keys import ALGORITHM, Key, Keyring
-from .layout import DEVICE_FILES, MANIFEST, PAGES_FILES, RESERVED, SEAL
+from .layout import DEVICE_FILES, KEPT_FILES, MANIFEST, PAGES_FILES, RESERVED, SEAL
 from .manifest import MOST_BYTES, FileEntry, Manifest
 
 #: Called with the bytes of each block that was hashed, from the caller's thread.
@@ -86,7 +86,8 @@ def begin(path: Path, keys: Keyring) -> tuple[Manifest, BackgroundTask]:
     manifest = require_sealed(path, keys)
     require_tree(path, manifest)
     files = manifest.files
-    memory = {name: entry for name, entry in files.items() if fnmatch.fnmatch(name, PAGES_FILES)}
+    later = (PAGES_FILES, KEPT_FILES)  # CRIU does not read the latter, and who does compares their hashes
+    memory = {name: entry for name, entry in files.items() if any(fnmatch.fnmatch(name, each) for each in later)}
     now = {name: one for name, one in files.items() if name not in memory and not fnmatch.fnmatch(name, DEVICE_FILES)}
     _verify_content(path, now, None)
     return manifest, BackgroundTask(

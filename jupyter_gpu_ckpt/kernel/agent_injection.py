@@ -1,10 +1,13 @@
-"""Rewrite a kernelspec's command line so that the kernel starts with the agent inside."""
+"""Names in kernelspecs, and the command line of one rewritten so that the kernel starts with the agent inside."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
+
+#: The provisioner's name in kernelspecs and configurations (its entry point).
+PROVISIONER = "gpu-ckpt-provisioner"
 
 LAUNCH = Path(__file__).resolve().parent.parent / "agent" / "launch.py"
 

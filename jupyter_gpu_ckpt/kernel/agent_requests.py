@@ -17,11 +17,15 @@ from typing import Any
 from ..cuda.gpus import Gpu
 from ..errors import BadRequest, GpuCkptError, StateError
 from ..gate.gate import Gate
-from ..lifecycle import host_memory, preflight, suspend
+from ..image import save_point
+from ..image.image import Image
+from ..lifecycle import going_back, host_memory, preflight, suspend
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.rates import RATES
 from .panel import Panel
 
+#: Seconds that a request about save points waits for one that is being published.
+_PUBLISH_TIMEOUT = 20.0
 # Seconds for the kernel, which reads answers on a thread of its own, to acknowledge one.
 _REPLY_TIMEOUT = 10.0
 
@@ -70,6 +74,10 @@ class AgentRequests:
                 lifecycle, content.get("report") or {}, writes=bool(content.get("writes", True))
             ),
             "list": lambda: images(lifecycle),
+            "saves": lambda: save_points(lifecycle),
+            "may_save": lambda: may_save(lifecycle, str(content.get("name", ""))),
+            "may_go_back": lambda: may_go_back(lifecycle, str(content.get("name", "")), content.get("files")),
+            "delete": lambda: delete(lifecycle, str(content.get("name", ""))),
             "protect": lambda: self.protect(content.get("seconds")),
             "watch": lambda: self._watch(content.get("models"), gate),
         }
@@ -169,3 +177,41 @@ def images(lifecycle: Lifecycle) -> dict[str, Any]:
                 }
             )
     return {"images": found}
+
+
+def _save_points(lifecycle: Lifecycle) -> list[Image]:
+    """Return the images, also of the save that an earlier cell has requested: this one may run before it is published.
+
+    Not by the kernel's lock: a verb may have it that waits for this cell.
+    """
+    deadline = time.monotonic() + _PUBLISH_TIMEOUT
+    while lifecycle.kernel.publishes_save_point and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return lifecycle.engine.store.images()
+
+
+def save_points(lifecycle: Lifecycle) -> dict[str, Any]:
+    """Return the save points of the kernel, oldest first."""
+    points = save_point.of_kernel(_save_points(lifecycle), lifecycle.home.kernel_id)
+    return {"saves": [save_point.described(each) for each in points.values()]}
+
+
+def may_save(lifecycle: Lifecycle, name: str) -> dict[str, Any]:
+    """Raise `SavePointExists` or `BadRequest` for a name that a save point cannot have."""
+    save_point.require_free_name(_save_points(lifecycle), lifecycle.home.kernel_id, name)
+    return {}
+
+
+def may_go_back(lifecycle: Lifecycle, name: str, files: Any) -> dict[str, Any]:
+    """Raise what prevents the kernel from going back, as far as it shows while a cell runs."""
+    point = save_point.find(_save_points(lifecycle), lifecycle.home.kernel_id, name)
+    choice = going_back.require_choice(files)
+    if not point.archived:  # else its content is fetched first
+        going_back.check(lifecycle.kernel, point, choice)
+    return {}
+
+
+def delete(lifecycle: Lifecycle, name: str) -> dict[str, Any]:
+    """Delete a save point of the kernel."""
+    store = lifecycle.engine.store
+    return {"bytes": store.remove(save_point.find(_save_points(lifecycle), lifecycle.home.kernel_id, name))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from ..image.encryption import Vault
 from ..image.quota import Quota
 from ..image.store import Store
 from ..lifecycle.context import Engine
+from ..sharing import records
+from ..sharing.exchange import Exchange
 
+_exchanges: dict[Path, Exchange] = {}
 _engines: dict[Path, Engine] = {}
 _engines_lock = threading.Lock()
 
@@ -27,10 +31,18 @@ def shared_engine(image_dir: Path) -> Engine:
             store, known = Store(image_dir), next(iter(_engines.values()), None)
             if known is None:
                 binary, helper = find(), Helper()
-                known = Engine(Criu(binary.argv), dotted(binary.version), Cuda(helper), Gpus(helper), store)
+                gpus = Gpus(helper)
+                gpus.claimed = functools.partial(records.claimed, gpus.lock_directory)
+                known = Engine(Criu(binary.argv), dotted(binary.version), Cuda(helper), gpus, store)
             store.sweep()
             _engines[image_dir] = dataclasses.replace(known, store=store)
         return _engines[image_dir]
+
+
+def shared_exchange(gpus: Gpus) -> Exchange:
+    """Return this process's part in sharing GPUs with the servers that have the same directory of locks."""
+    with _engines_lock:
+        return _exchanges.setdefault(gpus.lock_directory, Exchange(gpus))
 
 
 def use_engine(engine: Engine) -> None:

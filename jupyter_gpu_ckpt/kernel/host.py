@@ -26,16 +26,24 @@ from ..cuda import fastpath
 from ..errors import CapsuleGone, GpuCkptError, KernelUnfit
 from ..files.atomic import write_atomically
 from ..gate.gate import Gate, GateState
+from ..image import branch
+from ..image.branch import NewKernel
+from ..image.save_point import SavePoint
+from ..image.store import Image
+from ..lifecycle import going_back
 from ..lifecycle.context import Engine, Home
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
 from ..lifecycle.settings import LifecycleSettings
 from ..process import descriptors
 from ..trace import Sink, StepEvent, Trace
+from . import branching
 from .agent_injection import NOTICE, rewrite
 from .agent_requests import AgentRequests
 from .directories import make_runtime_dir, short_socket_path, writing
-from .orphans import Orphan, Session, ended_notice, newest_images
+from .engine import shared_exchange
+from .gpu_sharing import GpuSharing
+from .orphans import Orphan, Session, ended_notice, newest_images, without_template_notice
 from .registry import Registration, claim_lost, reap
 from .worker import Worker
 
@@ -45,13 +53,28 @@ UNFIT: dict[tuple[str, ...], KernelUnfit] = {}
 
 
 @dataclass(frozen=True)
+class BranchPoint:
+    """The image that a kernel starts from, in place of a launch: that of another kernel.
+
+    ``reseed``, ``is_template``: see `image.branch.NewKernel`.  ``accept_changed_files``: for its restore; None: as the
+    settings say.  ``accepts_differences``: it may start although something cannot exist twice (`branching.BranchPlan`).
+    """
+
+    image: str
+    reseed: bool = False
+    is_template: bool = False
+    accept_changed_files: bool | None = None
+    accepts_differences: bool = False
+
+
+@dataclass(frozen=True)
 class Launch:
     """The kernel to start, as the kernel manager describes it.
 
     ``front`` is the connection info for clients, ``connection_file`` the path of it in ``cmd``, ``root`` the root
     directory of the server, if there is one, ``base`` the directory of the kernels' sockets.  ``fast_path``: whether
-    the kernel preloads the library for device memory, if it can: "auto" (its children, too), "kernel" or "off".  Times
-    in seconds.
+    the kernel preloads the library for device memory, if it can: "auto" (its children, too), "kernel" or "off".
+    ``branch``: what it starts from, if that is an image.  Times in seconds.
     """
 
     cmd: list[str]
@@ -68,6 +91,7 @@ class Launch:
     fast_path: str = "off"
     stdout: Any = None
     stderr: Any = None
+    branch: BranchPoint | None = None
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -83,8 +107,12 @@ class KernelOwner(Protocol):
     def state_changed(self, state: State, pid: int | None) -> None: ...
     def step_traced(self, event: StepEvent) -> None: ...
     def protection_changed(self, until: float | None) -> None: ...
+    def notebook(self) -> bytes | None: ...
     def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None: ...
     def start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None: ...
+    def branch_requested(
+        self, content: Mapping[str, Any], on_end: Callable[[str, GpuCkptError | None], None]
+    ) -> None: ...
 
 
 def _back_info(directory: Path, front: Mapping[str, Any], sockets: str = "") -> dict[str, Any]:
@@ -139,6 +167,8 @@ class KernelHost:
         self.last: Lifecycle | None = None
         self.gate: Gate | None = None
         self.agent_requests = AgentRequests(log)
+        #: The kernel's part in sharing GPUs with others, if it has one.
+        self.sharing: GpuSharing | None = None
         #: Runs the kernel's verbs.  (A provisioner that is made only to read its settings has no kernel id.)
         self.worker = Worker(f"gpu-ckpt-{(kernel_id or '')[:8]}")
         self._owner, self._log = owner, log
@@ -177,7 +207,71 @@ class KernelHost:
                 if last is not None and last.image is not None:
                     last.image.retire()
                 launch = self._with_notice(launch, last)
+        if launch.branch is not None:
+            try:
+                return self._branch(engine, launch, launch.branch)
+            except GpuCkptError as error:
+                if not launch.branch.is_template:
+                    raise
+                message = "Kernel %s is started without its template: %s"
+                self._log.warning(message, self.kernel_id, error)
+                launch = dataclasses.replace(launch, env={**launch.env, NOTICE: without_template_notice(error)})
         return self._launch(engine, launch)
+
+    def _branch(self, engine: Engine, launch: Launch, point: BranchPoint) -> None:
+        """Start a kernel from an image of another one.  After failure nothing is left of it."""
+        source = engine.store.get(point.image)
+        plan = branching.plan(engine.store, source)
+        plan.require(point.accepts_differences)
+        was = plan.session
+        if self._registration is None:
+            reap(launch.base)
+            self._registration = Registration(make_runtime_dir(launch.base))
+        else:
+            self._registration.renew()
+        directory = self._registration.directory
+        notebook = launch.env.get("JPY_SESSION_NAME", "")
+        session = dataclasses.replace(
+            was,
+            kernel_id=self.kernel_id,
+            kernel_name=launch.kernel_name,
+            front=launch.front,
+            path=launch.cwd,
+            root=launch.root,
+            notebook=notebook,
+            protected_until=None,
+            directory=directory.name,
+            kernel_key=was.kernel_key if source.manifest.branched_from else str(was.front["key"]),
+        )
+        kernel = NewKernel(
+            self.kernel_id, launch.kernel_name, session.write, reseed=point.reseed, is_template=point.is_template
+        )
+        image: Image | None = None
+        try:
+            image = branch.copy(engine.store, source, kernel)
+            back = _back_info(directory, session.front, session.sockets)
+            with writing(directory):
+                inside = back | {"ip": f"{session.runtime_dir}/kernel" if not session.sockets else session.sockets}
+                write_atomically(directory / "connection.json", json.dumps(inside), durable=False)
+            _, lifecycle = self._prepare(engine, launch, session, back)
+            lifecycle.attach(image=image)
+            lifecycle.restore(accept_changed_files=point.accept_changed_files)
+        except BaseException as error:
+            self._stop_gate()
+            if isinstance(error, GpuCkptError):
+                error.left = f"the image is kept as {source.id}"
+                error.hint = error.hint.replace(image.id, source.id) if image is not None else error.hint
+            if image is not None:
+                with contextlib.suppress(GpuCkptError):
+                    engine.store.remove(image)
+                engine.store.forget(self.kernel_id)
+            self._registration.remove()
+            self._registration = self.lifecycle = None
+            raise
+        finally:
+            branch.tidy(source)
+        assert self.gate is not None
+        self.gate.publish("status", {"execution_state": "idle"})
 
     def _launch(self, engine: Engine, launch: Launch) -> None:
         if self._registration is None:
@@ -239,7 +333,7 @@ class KernelHost:
         """Become the owner of a kernel that has none."""
         # A sleeping kernel gets a directory of this host; inside it keeps its old path (`Home.known_as`).
         known_as = Path(found.session.runtime_dir)
-        directory = found.directory or launch.base / known_as.name
+        directory = found.directory or launch.base / (Path(found.session.directory).name or known_as.name)
         make_runtime_dir(directory.parent, directory.name)
         self._registration = Registration(directory)
         capsule: Capsule | None = None
@@ -312,6 +406,11 @@ class KernelHost:
             sockets=Path(session.sockets) if session.sockets else None,
             renew=renew,
             outlive=launch.outlive,
+            key=str(session.front["key"]),
+            kernel_key=session.kernel_key,
+            notebook=session.notebook,
+            environment=launch.env,
+            directory=launch.cwd,
             write_session=write_session,
             stdout=launch.stdout,
             stderr=launch.stderr,
@@ -321,6 +420,7 @@ class KernelHost:
         trace = Trace(self.kernel_id, [self._owner.step_traced], self._owner.faults)
         self.lifecycle = lifecycle = Lifecycle(home, engine, gate, settings=launch.settings, trace=trace)
         lifecycle.on_state.append(functools.partial(self._note_state, lifecycle))
+        self._share(lifecycle, gate, launch)
         return gate, lifecycle
 
     def _connect_launched(self, lifecycle: Lifecycle, gate: Gate, launch: Launch, launched: Future[bool]) -> None:
@@ -428,15 +528,18 @@ class KernelHost:
 
     def clear(self) -> None:
         """Forget a kernel that has ended; `last` is kept until its image is kept or discarded."""
+        self._end_sharing()
         self.last, self.lifecycle = self.lifecycle, None
 
     def close(self) -> None:
         """Stop the gate: the kernel, if there is one, is started plainly."""
+        self._end_sharing()
         self._stop_gate()
         self.lifecycle = None
 
     def end(self) -> None:
         """Release and remove everything: no other kernel follows the one that has ended."""
+        self._end_sharing()
         self._stop_gate()
         self.worker.end()
         if self._registration is not None:
@@ -447,6 +550,7 @@ class KernelHost:
         """Release everything as it is, for another owner to find; a living kernel goes on."""
         # First of all: from here on no verb reaches the kernel, and no shutdown ends it.
         lifecycle, self.lifecycle, self.last = self.lifecycle, None, None
+        self._end_sharing()
         if lifecycle is None:
             return
         self._stop_gate()
@@ -460,6 +564,38 @@ class KernelHost:
         if self.gate is not None:
             self.gate.stop()
             self.gate = None
+
+    # -- sharing GPUs
+
+    def interrupted(self) -> None:
+        """Give the kernel's place in the queue for a GPU back, if it has one."""
+        if self.sharing is not None:
+            self.sharing.give_back()
+
+    def _share(self, lifecycle: Lifecycle, gate: Gate, launch: Launch) -> None:
+        """Have a kernel take part in sharing GPUs, if that is configured."""
+        self._end_sharing()
+        settings, gpus = launch.settings, lifecycle.engine.gpus
+        if settings.sharing == "off":
+            return
+        with contextlib.suppress(GpuCkptError):
+            if not gpus.list():
+                return
+        self.sharing = GpuSharing(
+            lifecycle,
+            gate,
+            self.worker,
+            shared_exchange(gpus),
+            turns=settings.sharing == "turns",
+            visible=launch.env.get("CUDA_VISIBLE_DEVICES"),
+            is_protected=lambda: self.agent_requests.protection() is not None,
+            log=self._log,
+        )
+
+    def _end_sharing(self) -> None:
+        if self.sharing is not None:
+            self.sharing.close()
+            self.sharing = None
 
     # -- callbacks of the gate, on its thread
 
@@ -499,13 +635,24 @@ class KernelHost:
         if content.get("now"):
             self.agent_requests.answer(content, lifecycle, gate)
             return
-        verbs: dict[str, Callable[[], Any]] = {"suspend": lifecycle.suspend, "checkpoint": lifecycle.checkpoint}
+        if content.get("verb") == "interrupt":
+            self.interrupted()
+            return
+        name, notebook = str(content.get("name", "")), self._owner.notebook
+        verbs: dict[str, Callable[[], Any]] = {
+            "suspend": lifecycle.suspend,
+            "checkpoint": lifecycle.checkpoint,
+            "save": lambda: lifecycle.save(SavePoint(name), notebook()),
+            "back": lambda: lifecycle.back(name, going_back.require_choice(content.get("files")), notebook()),
+        }
         verb = str(content.get("verb"))
         if verb == "shutdown":
             # Not on the worker: it does not wait for the verb that runs there but ends it.
             restart = bool(content.get("restart"))
             arguments = (functools.partial(self._shut_down, lifecycle, restart), gate)
             threading.Thread(target=self._run_verb, args=arguments, name="gpu-ckpt-shutdown", daemon=True).start()
+        elif verb == "branch":
+            self._owner.branch_requested(content, functools.partial(self._report_branch, gate))
         elif verb in verbs:
             self.worker.submit(functools.partial(self._run_verb, verbs[verb], gate))
         else:
@@ -514,6 +661,15 @@ class KernelHost:
     def _shut_down(self, lifecycle: Lifecycle, restart: bool) -> None:
         lifecycle.terminate()
         self._owner.keep_or_discard_image(lifecycle, restart)
+
+    def _report_branch(self, gate: Gate, kernel_id: str, error: GpuCkptError | None) -> None:
+        """Tell the user of a requested branch, in the next cell, which kernel it is or why there is none."""
+        with contextlib.suppress(GpuCkptError):  # its kernel has ended
+            if error is not None:
+                self._log.warning("Kernel %s: a requested branch failed: %s", self.kernel_id, error.code)
+                self.agent_requests.report_failure(error, gate)
+            else:
+                gate.notify(f"The branch is kernel {kernel_id}.")
 
     def _run_verb(self, call: Callable[[], Any], gate: Gate) -> None:
         try:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import HostError, ImageBusy, ProtocolVersion
+from ..errors import GpuCkptError, HostError, ImageBusy, ProtocolVersion
 from ..files.atomic import write_atomically
+from ..image import layout
 from ..image.store import Image, Store
-from .registry import SESSION, kernels, owned_kernel
+from .registry import kernels, owned_by_id
 
 #: Of the session's file: to be raised when a reader has to know of a change.  Unknown fields are ignored.
 VERSION = 1
@@ -30,7 +31,9 @@ class Session:
     ``front``: the connection info for clients; ``identity``: `Gate.identity`; ``notebook``: the file of its document;
     ``path``: the working directory it was started in; ``root``: the root directory of the server that started it;
     ``protected_until``: until when no policy may suspend or checkpoint it, seconds since the epoch; ``sockets``:
-    `Home.sockets`, or empty.
+    `Home.sockets`, or empty; ``kernel_key``: of a branch that has not run yet, the key of the kernel that it comes from
+    (`Home.kernel_key`); ``directory``: the name of its own runtime directory, if that is not the
+    last one of ``runtime_dir``: a branch knows its own by the path of that other kernel's.
     """
 
     kernel_id: str
@@ -44,11 +47,13 @@ class Session:
     protected_until: float | None = None
     notebook: str = ""
     sockets: str = ""
+    kernel_key: str = ""
+    directory: str = ""
 
     def write(self, directory: Path) -> None:
         """Write the session to ``directory``, atomically, readable by the owner alone."""
         content = json.dumps({"version": VERSION, **dataclasses.asdict(self)})
-        write_atomically(directory / SESSION, content, durable=False)
+        write_atomically(directory / layout.SESSION, content, durable=False)
 
     @classmethod
     def read(cls, directory: Path) -> Session | None:
@@ -57,7 +62,7 @@ class Session:
         Raises `ProtocolVersion` for a session of another version, whose kernel is for a release that knows it.
         """
         try:
-            found = json.loads((directory / SESSION).read_text())
+            found = json.loads((directory / layout.SESSION).read_text())
         except (OSError, ValueError):
             return None
         if not isinstance(found, dict):
@@ -147,7 +152,7 @@ def only_copy(image: Image, insist: str) -> ImageBusy | None:
     ``insist`` says how to delete it all the same.  Raises as `owned_kernel`.
     """
     # The manifest names the kernel's directory, so it is found wherever its server keeps the sockets.
-    owned = owned_kernel(Path(image.manifest.runtime_dir))
+    owned = owned_by_id(Path(image.manifest.runtime_dir), image.manifest.kernel_id)
     if owned is not None and owned["image"] == image.id:
         why, hint = "which sleeps", "Run a cell in its notebook to wake it"
     elif owned is None and not image.retired and (found := _read(image.path, image=image)) is not None:
@@ -178,3 +183,8 @@ def not_attached_notice(found: Orphan, error: HostError) -> str:
     else:
         left = "It continues to run, and the next server attaches it if it can."
     return f"{_FRESH} that one could not be brought back ({error.code}: {error.message}) {left} {error.hint}"
+
+
+def without_template_notice(error: GpuCkptError) -> str:
+    """Return what the user of a kernel reads that could not be started from its template."""
+    return f"This kernel was started without its template ({error.code}: {error.message}) {error.hint}"

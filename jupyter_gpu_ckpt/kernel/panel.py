@@ -21,8 +21,11 @@ TEXTS = {
     State.RUNNING: "running",
     State.SUSPENDING: "being suspended",
     State.SUSPENDED: "suspended: the process stays, in host memory. Run a cell, or press Wake.",
+    State.YIELDING: "leaving the GPU for another kernel",
+    State.OFF_GPU: "running off the GPU, which another kernel uses: its next call of CUDA waits for it.",
     State.RESUMING: "being resumed",
     State.DUMPING: "being written to disk",
+    State.SAVING: "being saved",
     State.CHECKPOINTED: "checkpointed: on disk, without a process. Run a cell, or press Wake.",
     State.RESTORING: "coming back from disk",
     State.DEAD: "dead",
@@ -41,7 +44,7 @@ class Panel:
         for plan in PLANS.values():
             if plan is not None and plan.via is state:
                 self._steps, self._done = len(plan.steps), 0
-        if state not in (State.SUSPENDING, State.DUMPING, State.RESUMING, State.RESTORING):
+        if state not in (State.SUSPENDING, State.DUMPING, State.SAVING, State.RESUMING, State.RESTORING):
             self._update("progress", {"value": 0.0, "description": ""})
         self._update("state", {"value": html.escape(TEXTS.get(state, state.value))})
 

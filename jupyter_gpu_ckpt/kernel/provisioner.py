@@ -13,37 +13,43 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
+from jupyter_client.multikernelmanager import MultiKernelManager
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
+from jupyter_core.utils import ensure_async
 from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
 from ..errors import GpuCkptError, HostError, KernelUnfit, StateError
 from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
 from ..image.quota import Quota
+from ..image.save_point import SavePoint, find
 from ..image.store import Image, Store
 from ..lifecycle import endings
+from ..lifecycle.context import FilesChoice
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
 from ..lifecycle.rates import RATES
 from ..lifecycle.settings import REFRESHED, LifecycleSettings
 from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
+from . import branching
 from .agent_injection import NOTICE, PLAIN, rewrite
 from .agent_requests import AgentRequests
+from .branching import BranchPlan
 from .directories import default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
-from .host import UNFIT, KernelHost, Launch
+from .host import UNFIT, BranchPoint, KernelHost, Launch
 from .orphans import Orphan, find_orphan, newest_images, not_attached_notice
-
-#: The provisioner's name in kernelspecs and configurations (its entry point).
-PROVISIONER = "gpu-ckpt-provisioner"
 
 
 class GpuCkptProvisioner(LocalProvisioner):
@@ -130,6 +136,23 @@ class GpuCkptProvisioner(LocalProvisioner):
         "checkpoint is refused with QUOTA_EXCEEDED.",
     ).tag(config=True)
 
+    template = Unicode(
+        help="Name of an image that kernels start from, in place of a launch; a kernelspec sets it (`jupyter gpu-ckpt "
+        "template create`)."
+    ).tag(config=True)
+    automatic_save_points = Int(
+        5,
+        min=1,
+        help="How many automatic save points of a kernel are kept, the newest. Those that a user has named stay.",
+    ).tag(config=True)
+    save_point_file_bytes = Int(
+        256 << 20,
+        min=0,
+        help="Limit in bytes for the copies of files that a kernel has open for writing, at each save point. The "
+        "kernel waits for the copies. On a file system with reflinks (Btrfs, XFS) they cost nothing and are not "
+        "counted. A file that is not copied can only be taken as it is when the kernel goes back.",
+    ).tag(config=True)
+
     fast_path = Enum(
         ["auto", "kernel", "off"],
         "auto",
@@ -148,6 +171,14 @@ class GpuCkptProvisioner(LocalProvisioner):
         help="With `fast_path`: while a kernel is suspended, write the device memory that has changed since its last "
         "image to the image directory in the background, so that a checkpoint has less to write. A wake stops that. "
         "Not for images that are encrypted.",
+    ).tag(config=True)
+    gpu_sharing = Enum(
+        ["off", "room", "turns"],
+        "off",
+        help="How kernels share GPUs with those of other servers and users that share them, too. `off`: each keeps its "
+        "memory, and a wake without enough free memory fails with GPU_FULL. `room`: the longest idle kernels leave the "
+        "GPU when another needs their memory; a wake waits for that. `turns`: kernels that compute and do not fit "
+        "together take turns, also in the middle of a cell.",
     ).tag(config=True)
     warm_suspend = Bool(
         False,
@@ -173,6 +204,9 @@ class GpuCkptProvisioner(LocalProvisioner):
         self.unfit: KernelUnfit | None = None
         #: Arguments of the launch, for another one.
         self._arguments: dict[str, Any] = {}
+        #: The event loop that the kernel was launched on, and the last branch that a cell has requested.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._branch_task: Future[None] | None = None
         #: Whether the end of the kernel was requested.
         self._unwanted = False
         #: Listeners to the trace of this kernel's steps, and the faults that tests inject into them; see `trace`.
@@ -187,6 +221,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         #: Called with the end of a protection (seconds since the epoch) when it is set, with None when it is lifted;
         #: must not raise.
         self.on_protected: list[Callable[[float | None], None]] = []
+        #: Returns the notebook's document, on another thread than the event loop's; set by the server extension.
+        self.document: Callable[[], bytes | None] = lambda: None
         self._orphan: Orphan | None = None
         #: Only the first launch attaches; a restart starts a fresh kernel.
         self._launched = False
@@ -226,6 +262,69 @@ class GpuCkptProvisioner(LocalProvisioner):
     async def checkpoint(self) -> Image:
         """Write the kernel to an image and end its process.  After failure the kernel is as it was."""
         return await self._host.worker.verb("checkpoint", self._checkpointable().checkpoint)
+
+    async def save(self, name: str, notebook: bytes | None = None) -> Image:
+        """Write the kernel to a save point of this name; it pauses for that, and continues.
+
+        ``notebook``: its document, to be kept with it.  After failure the kernel is as it was.
+        """
+        return await self._host.worker.verb("save", self._checkpointable().save, SavePoint(name), notebook)
+
+    async def branch(self, name: str = "", **how: Any) -> str:
+        """Start another kernel from a save point of this one, by the manager of both, and return the new kernel's id.
+
+        ``name``: of the save point; without a name from this kernel as it is now: it is saved first if it is awake.
+        ``how``: fields of `BranchPoint` but its image.  After failure there is no new kernel, and this one is as it
+        was; an image that was made for it is kept.  Raises `StateError` without a manager of several kernels,
+        `SavePointNotFound`, `BranchDiffers`, `BranchUnsafe`, and as `restore`.
+        """
+        manager = self.parent
+        kernels: Any = getattr(manager, "parent", None)
+        if manager is None or not isinstance(kernels, MultiKernelManager):
+            hint = "Give `BranchPoint` as the argument branch_of to the start_kernel of another kernel manager."
+            raise StateError("This kernel's manager has no other kernels.", hint=hint)
+        image = await self.branch_image(name)
+        point = BranchPoint(image.id, **how)
+        if (start := getattr(kernels, "start_branch", None)) is not None:  # the server's, with a notebook
+            return str(await start(self.kernel_id, point))
+        same = {name: self._arguments[name] for name in ("env", "cwd") if name in self._arguments}
+        started = kernels.start_kernel(kernel_name=manager.kernel_name, **same, branch_of=point)
+        return str(await ensure_async(started))
+
+    async def branch_image(self, name: str = "") -> Image:
+        """Return the image that a branch starts from; make it if there is no ``name`` and the kernel is awake.
+
+        Raises as `branch`.
+        """
+        lifecycle, engine = self._checkpointable(), self._checkpointable().engine
+        if name:
+            return find(await asyncio.to_thread(engine.store.images), self.kernel_id, name)
+        if (own := lifecycle.image) is not None and lifecycle.state is State.CHECKPOINTED:
+            return own
+        point = SavePoint(f"branch {time.strftime('%Y-%m-%d %H:%M:%S')} {secrets.token_hex(2)}", automatic=True)
+        return await self._host.worker.verb("save for a branch", lifecycle.save, point)
+
+    async def branch_plan(self, name: str = "") -> BranchPlan:
+        """Return the consequences of a `branch`, which is not begun: for a save point, or for a kernel that sleeps."""
+        lifecycle = self._checkpointable()
+        if not name and lifecycle.state is not State.CHECKPOINTED:
+            hint = "Save it under a name first, and give that name."
+            raise StateError("What a branch has otherwise is known of an image only; the kernel is awake.", hint=hint)
+        image = await self.branch_image(name)
+        return await asyncio.to_thread(branching.plan, lifecycle.engine.store, image)
+
+    async def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
+        """Go back to the save point of this name, with the same id and connections; messages wait meanwhile.
+
+        The present state is saved first, as an automatic save point, which is returned.  ``files``: ``then`` or
+        ``now``, for all files that differ or by path; `FilesDiffer` names those without a choice.  ``notebook``: the
+        present document, to be kept with the present state.  After failure the kernel is as it was.
+        """
+
+        def back(name: str, files: FilesChoice, notebook: bytes | None) -> Image:
+            return self._checkpointable().back(name, files, notebook)
+
+        return await self._host.worker.verb("back", back, name, files, notebook)
 
     async def restore(
         self, gpu_map: Mapping[str, str] | None = None, *, accept_changed_files: bool | None = None
@@ -328,9 +427,15 @@ class GpuCkptProvisioner(LocalProvisioner):
         Starts the kernel plainly where the host, or the kernel, is unfit.
         """
         found, self._orphan = self._orphan, None
-        launch = self._launch(cmd, kwargs)
+        point: BranchPoint | None = kwargs.pop("branch_of", None)
+        if point is None and self.template:
+            point = BranchPoint(self.template, is_template=True, accept_changed_files=True, accepts_differences=True)
+        elif self._launched:  # a restarted branch is a fresh kernel
+            point = None
+        launch = self._launch(cmd, kwargs, point)
         self._unwanted, self._arguments = False, dict(kwargs)
-        self.unfit = UNFIT.get(launch.key) if found is None else None
+        self._loop = asyncio.get_running_loop()
+        self.unfit = UNFIT.get(launch.key) if found is None and point is None else None
         if self.unfit is not None:
             self._host.close()
             self._launched = True
@@ -343,7 +448,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             await asyncio.to_thread(self._host.start, engine, launch, found)
         except GpuCkptError as error:
             self._host.close()
-            if not isinstance(error, HostError):
+            if not isinstance(error, HostError) or (point is not None and not point.is_template):
                 raise
             self.log.warning("Kernel %s is started plainly and cannot be checkpointed: %s", self.kernel_id, error)
             # With the agent all the same: it shows why, and what uses the GPU's memory.
@@ -376,7 +481,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         self.log.info("Kernel %s ended before its first answer; it is tried without a capsule.", self.kernel_id)
         return process
 
-    def _launch(self, cmd: list[str], kwargs: Mapping[str, Any]) -> Launch:
+    def _launch(self, cmd: list[str], kwargs: Mapping[str, Any], branch: BranchPoint | None = None) -> Launch:
         info: dict[str, Any] = dict(self.connection_info)
         front = {name: value.decode("ascii") if isinstance(value, bytes) else value for name, value in info.items()}
         env = dict(kwargs.get("env") or os.environ)
@@ -402,12 +507,16 @@ class GpuCkptProvisioner(LocalProvisioner):
                 allow_unconfined_wake=self.allow_unconfined_wake,
                 archive_url=self.archive_url,
                 warm=self.warm_suspend,
+                sharing=self.gpu_sharing,
                 keep_chunks=self.keep_chunks,
                 write_ahead=self.write_ahead,
+                kept_file_bytes=self.save_point_file_bytes,
+                automatic_save_points=self.automatic_save_points,
             ),
             fast_path=self.fast_path,
             stdout=kwargs.get("stdout"),
             stderr=kwargs.get("stderr"),
+            branch=branch,
         )
 
     # -- as the owner of its host (`KernelOwner`)
@@ -421,10 +530,32 @@ class GpuCkptProvisioner(LocalProvisioner):
         """Called with each event of the trace, on the thread that runs the step."""
         notify(self.sinks, event)
 
+    def notebook(self) -> bytes | None:
+        """Called on the worker's thread, for a save point that the kernel itself has requested."""
+        return self.document()
+
     def protection_changed(self, until: float | None) -> None:
         """Called with the end of a protection (seconds since the epoch) when it is set; None when it is lifted."""
         for callback in tuple(self.on_protected):
             callback(until)
+
+    def branch_requested(self, content: Mapping[str, Any], on_end: Callable[[str, GpuCkptError | None], None]) -> None:
+        """Called on the gate's thread when a cell has requested a branch; ``on_end`` gets the new id, or the error."""
+        how = content.get("how")
+        flags = (
+            {name: how.get(name) is True for name in ("accepts_differences", "reseed")} if isinstance(how, dict) else {}
+        )
+
+        async def branch() -> None:
+            kernel_id, failure = "", None
+            try:
+                kernel_id = await self.branch(str(content.get("name", "")), **flags)
+            except Exception as error:
+                failure = GpuCkptError.from_exception(error)
+            await asyncio.to_thread(on_end, kernel_id, failure)
+
+        assert self._loop is not None
+        self._branch_task = asyncio.run_coroutine_threadsafe(branch(), self._loop)
 
     async def poll(self) -> int | None:
         """Called by the restarter and on shutdown.  None while checkpointed: anything else would restart the kernel."""
@@ -450,6 +581,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         if self.lifecycle is None:
             return await super().send_signal(signum)
         gate = self._host.gate
+        if signum == signal.SIGINT:
+            self._host.interrupted()
         if signum == signal.SIGINT and gate is not None and await asyncio.to_thread(gate.interrupt):
             return None
         if signum == signal.SIGKILL or (signum == signal.SIGTERM and not self._host.reachable):

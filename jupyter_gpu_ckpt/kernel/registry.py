@@ -25,10 +25,9 @@ from filelock import FileLock, Timeout
 from ..capsule.capsule import Capsule
 from ..errors import CapsuleError, CapsuleGone, ProtocolVersion, StateError
 from ..files.atomic import write_atomically
+from ..image import layout
 from .directories import make_runtime_dir, require_private, writing
 
-#: The session, which `orphans` reads and writes.
-SESSION = "session.json"
 RECORD = "kernel.json"
 #: Of the record: to be raised when a reader has to know of a change.
 VERSION = 1
@@ -130,6 +129,19 @@ def owned_kernel(directory: Path) -> dict[str, Any] | None:
     return None
 
 
+def owned_by_id(directory: Path, kernel_id: str) -> dict[str, Any] | None:
+    """Do as `owned_kernel`, for the kernel ``kernel_id``; raises as that.
+
+    ``directory`` is that of its sockets as the kernel knows it: a branch knows that of its source, and has
+    another one beside it.
+    """
+    found = owned_kernel(directory)
+    if found is not None and found["kernel_id"] != kernel_id:
+        owned = (each for each in kernels(directory.parent) if each["owned"])
+        return next((each for each in owned if each["kernel_id"] == kernel_id), None)
+    return found
+
+
 def reap(base: Path) -> list[Path]:
     """Remove and return the directories whose owner is gone and whose capsule (if any) has ended.
 
@@ -165,7 +177,7 @@ def claim_lost(base: Path, kernel_id: str, notebook: str) -> str:
 
 def _note_lost(base: Path, directory: Path) -> None:
     """Write a note of a kernel that ended, not asleep, together with its server, for `claim_lost`."""
-    record, session = _record(directory) or {}, _json(directory / SESSION)
+    record, session = _record(directory) or {}, _json(directory / layout.SESSION)
     if record.get("state") in (None, "dead", "checkpointed") or not record.get("kernel_id"):
         return
     notes = base / _LOST

@@ -10,7 +10,7 @@ import enum
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,18 +19,26 @@ from typing import Any, Protocol
 from ..capsule.capsule import Capsule
 from ..capsule.namespaces import Clocks
 from ..criu.criu import Criu
+from ..criu.exclusive import Exclusive
 from ..cuda.cuda import Cuda
 from ..cuda.fastpath import FastPath
-from ..cuda.gpus import Gpus
+from ..cuda.gpus import Gpu, Gpus
 from ..errors import CapsuleGone, CriuError, GpuCkptError, KernelLost, UnsupportedCuda
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
+from ..image.kept_files import KeptFile
 from ..image.lease import Lease
+from ..image.manifest import Manifest
+from ..image.save_point import SavePoint
 from ..image.store import Image, Store
 from ..trace import Trace, TracedStep
-from .plans import MachineState, State
+from .plans import MachineState, State, Step
 from .settings import LifecycleSettings
+
+#: Beginnings of names in a kernel's directory: of its own sockets (the library's, too, `fastpath.SOCKET`), and of those
+#: of its program that a branch has there.
+KERNEL_SOCKETS, MOVED = "kernel-", "moved-"
 
 
 class GateProtocol(Protocol):
@@ -48,6 +56,16 @@ class GateProtocol(Protocol):
     def notify(self, notice: str) -> None: ...
     def print_notice(self, text: str) -> None: ...
     def kernel_died(self) -> None: ...
+    def expect_key(self, key: str) -> None: ...
+    def follow_session(self, session: str) -> None: ...
+
+
+class Admission(Protocol):
+    """The methods by which a kernel that shares GPUs with others is admitted to one (`kernel.gpu_sharing`)."""
+
+    def admit(self, needs: Mapping[str, int], present: Sequence[Gpu], *, elsewhere: bool) -> dict[str, str]: ...
+    def renew(self) -> None: ...
+    def settle(self) -> None: ...
 
 
 @dataclass
@@ -78,6 +96,15 @@ class Home:
     renew: Callable[[], object] = lambda: None
     #: Whether the kernel outlives this process.
     outlive: bool = False
+    #: Of a branch that has not run: the key that signs the messages of the kernel it comes from.
+    kernel_key: str = ""
+    #: The key that clients have.
+    key: str = ""
+    #: Of a kernel that starts from a template: its environment and its working directory.
+    environment: Mapping[str, str] = field(default_factory=dict)
+    directory: str = ""
+    #: The notebook of its document.
+    notebook: str = ""
     #: Writes the session of the kernel, for a later server, into the directory of an image.
     write_session: Callable[[Path], None] | None = None
     #: As for `subprocess.Popen`.  Of files, descriptors of our own, until this object is gone: who started the kernel
@@ -105,7 +132,7 @@ class Home:
     @property
     def own_sockets(self) -> tuple[str, ...]:
         """The beginnings of the paths of the kernel's own unix sockets, inside the capsule."""
-        return (f"{self.inner_dir}/", *([f"{self.sockets}-"] if self.sockets else []))
+        return (f"{self.inner_dir}/{KERNEL_SOCKETS}", *([f"{self.sockets}-"] if self.sockets else []))
 
 
 #: Of a verb of a kernel that is ended meanwhile.
@@ -210,6 +237,8 @@ class KernelState:
     image: Image | None = None
     #: The image of a kernel that died just after it was restored from it: deleted on request only.
     kept_image: Image | None = None
+    #: The save point that was made last.
+    save_point: Image | None = None
     exit_status: int | None = None
     #: Whether its owner has sent it the request to end, which it follows by itself.
     end_requested: bool = False
@@ -233,6 +262,10 @@ class KernelState:
     #: Whether the gate has no connection to the process.  Without CUDA state that is made again by the next step that
     #: needs it; a suspended kernel, whose threads may be frozen, cannot answer it and is connected when it is resumed.
     disconnected: bool = False
+    #: Whether the kernel runs cells while it has CUDA state to resume: behind its launch gate (`State.OFF_GPU`).
+    serves_off_gpu: bool = False
+    #: Of a kernel that shares GPUs.
+    admission: Admission | None = None
     #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).
     supersedes_images: bool = False
 
@@ -240,6 +273,12 @@ class KernelState:
     def is_being_ended(self) -> bool:
         """Return whether its owner ends the kernel: by its own request, or now."""
         return self.end_requested or self.cancellation.reason is Reason.END
+
+    @property
+    def publishes_save_point(self) -> bool:
+        """Return whether the kernel is served again after a save, whose save point is not complete yet."""
+        machine = self.machine
+        return machine.state is State.SAVING and Step.RELEASE in machine.done
 
     def require_capsule(self) -> Capsule:
         """Return the capsule.  Raises `CapsuleGone` if there is none."""
@@ -263,6 +302,10 @@ class KernelState:
         return self.settings.base + bytes / self.settings.slowest_rate
 
 
+#: The files that a kernel that goes back gets: ``then`` or ``now``, for all or by path; None: nobody has chosen.
+FilesChoice = Mapping[str, str] | str | None
+
+
 @dataclass
 class Attempt:
     """One run of one verb; a wake that is tried twice has two."""
@@ -272,6 +315,16 @@ class Attempt:
     gpu_map: Mapping[str, str] | None = None
     #: For this restore, instead of the setting.
     accept_changed_files: bool | None = None
+    #: What makes the image of this checkpoint a save point.
+    save_point: SavePoint | None = None
+    #: The notebook's document for the save point.
+    notebook: bytes | None = None
+    #: Files to keep in the save point, besides those that the kernel has open.
+    also_keep: Sequence[str] = ()
+    #: The save point of the state that the kernel goes back from; None for a wake.
+    present: Image | None = None
+    #: The files that a kernel that goes back gets.
+    files: FilesChoice = None
     #: Whether the verb has failed a moment ago.
     again: bool = False
     #: Whether a kernel that is restored is to have its children before it has answered.
@@ -289,11 +342,15 @@ class Attempt:
 
     # of a dump
     draft: Draft | None = None
+    #: Of the draft, without what `Draft.publish` finds out.
+    manifest: Manifest | None = None
     clocks: Clocks | None = None
     #: Of the node (`node.fingerprint`).
     fingerprint: dict[str, Any] = field(default_factory=dict)
     #: Settings of each process that CRIU forgets and a restore puts back (`process.inventory`).
     notes: dict[str, Any] = field(default_factory=dict)
+    #: The user's files in the draft of a save point.
+    kept: dict[str, KeptFile] = field(default_factory=dict)
     #: Bytes of device memory that were written beside CRIU's files.
     swapped_bytes: int = 0
     #: Bytes of pages that CRIU has written and that were dropped, as another process has them, too.
@@ -308,14 +365,18 @@ class Attempt:
     verification: BackgroundTask | None = None
     #: GPUs by the UUID of the node that made the image.
     gpu_mapping: dict[str, str] | None = None
+    #: Paths of files to be put back as they were at the save point.
+    put_back: list[str] = field(default_factory=list)
     #: Paths of files that were changed since the checkpoint and are accepted.
     changed_files: list[str] = field(default_factory=list)
-    #: Arguments for `Capsule.hold_databases`.
+    #: Arguments for `Capsule.lock_databases`.
     databases: list[dict[str, Any]] = field(default_factory=list)
     #: The capsule that is being filled; `KernelState.capsule` once the kernel is in it.
     restoring: Capsule | None = None
     device_read: BackgroundTask | None = None
     #: Whether the kernel runs without its children (`Capsule.attach_kernel`).
     alone: bool = False
+    #: State of the kernel that a branch comes from, and that it has otherwise.
+    separated: list[Exclusive] = field(default_factory=list)
     #: Settings that could not be put back, in words; shown in the kernel's next cell.
     changed_settings: list[str] = field(default_factory=list)

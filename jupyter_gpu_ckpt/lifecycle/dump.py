@@ -23,10 +23,11 @@ from ..criu.shared_pages import SharedPages
 from ..cuda.cuda import CudaState
 from ..errors import GpuCkptError
 from ..files.disk import mapped_errors
-from ..image import chunk_cache, device_memory, layout
+from ..image import chunk_cache, device_memory, kept_files, layout
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
+from ..image.image import Image
 from ..image.manifest import Manifest
 from ..node.fingerprint import fingerprint
 from ..process import connections, descriptors, shared_memory
@@ -104,6 +105,7 @@ def dump(attempt: Attempt) -> None:
     while True:
         try:
             attempt.traced.bytes = _write_image(attempt, bytes, needed)
+            attempt.manifest = _manifest(attempt)
             return
         except errors.NoSpace:  # checkpoints side by side saw the same space
             if evicted or not chunk_cache.evictable_bytes(root):
@@ -208,6 +210,7 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
             _require_restorable(draft.criu_directory)
             attempt.fingerprint = _fingerprint(attempt, draft.criu_directory)
             attempt.notes = _require_proven(inspection.result(), draft.criu_directory)
+        _keep_files(attempt, draft)
         _require_fit(kernel)  # the parent of a process may have been killed meanwhile: then it is not in the image
         return draft.size() + attempt.dropped_bytes
     except BaseException:
@@ -216,6 +219,17 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
         with contextlib.suppress(errors.CapsuleError, errors.CapsuleGone):  # it ended
             _resume_processes(attempt)  # CRIU may have succeeded, and its answer come too late
         raise
+
+
+def _keep_files(attempt: Attempt, draft: Draft) -> None:
+    """Keep the files that the stopped processes use, for a save point."""
+    if attempt.save_point is None:
+        return
+    directory, links = draft.criu_directory / layout.KEPT, kept_files.links_directory(draft.target)
+    shared = (attempt.kernel.saved.report.get("summary") or {}).get("shared") or []
+    files = {path: facts for path, facts in attempt.fingerprint.get("files", {}).items() if path not in shared}
+    most = min(attempt.kernel.settings.kept_file_bytes, max(0, attempt.kernel.engine.store.free() - preflight.MARGIN))
+    attempt.kept = kept_files.keep(files, attempt.also_keep, directory, links, most)
 
 
 @contextlib.contextmanager
@@ -380,11 +394,46 @@ def write_ahead(kernel: KernelState) -> None:
 
 
 def publish(attempt: Attempt) -> None:
-    """Write the manifest and make the draft an image."""
+    """Write the manifest and make the draft an image, in which the kernel will sleep."""
+    kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
+    kernel.image = _published(attempt, claim_pid=capsule.host_pid, keep_fd=capsule.keep_fd)
+    kernel.generation = kernel.image.manifest.generation
+    host_memory.discard_chunks(kernel)
+
+
+def keep(attempt: Attempt) -> None:
+    """Write the manifest and make the draft a save point of the kernel, which is served meanwhile."""
+    attempt.kernel.save_point = _published(attempt)
+    host_memory.discard_chunks(attempt.kernel)
+
+
+def _published(attempt: Attempt, **claim: Any) -> Image:
+    kernel, draft, manifest = attempt.kernel, attempt.draft, attempt.manifest
+    assert draft is not None and manifest is not None
+    if kernel.home.write_session is not None:
+        kernel.home.write_session(draft.path)
+    if manifest.save_point is not None:
+        with mapped_errors(kernel.engine.store.root):
+            files = kept_files.hashed(attempt.kept, draft.criu_directory / layout.KEPT)
+        manifest = dataclasses.replace(manifest, save_point={**manifest.save_point, "files": files})
+    if attempt.notebook is not None:
+        with mapped_errors(kernel.engine.store.root):
+            kept = draft.criu_directory / layout.KEPT
+            kept.mkdir(mode=0o700, exist_ok=True)
+            (kept / layout.NOTEBOOK).write_bytes(attempt.notebook)
+    image = draft.publish(dataclasses.replace(manifest, steps=dict(attempt.seconds)), **claim)
+    attempt.draft = attempt.manifest = None
+    kernel.engine.store.hashes.begin()
+    attempt.traced.bytes = image.manifest.bytes
+    return image
+
+
+def _manifest(attempt: Attempt) -> Manifest:
+    """Return the manifest of a fresh dump, but for its files and what the next steps take."""
     kernel, draft, clocks, saved = attempt.kernel, attempt.draft, attempt.clocks, attempt.kernel.saved
     home, engine, capsule = kernel.home, kernel.engine, kernel.require_capsule()
     assert draft is not None and clocks is not None
-    manifest = Manifest(
+    return Manifest(
         id=draft.id,
         kernel_id=home.kernel_id,
         created=time.time(),
@@ -398,20 +447,21 @@ def publish(attempt: Attempt) -> None:
         runtime_dir=str(home.inner_dir),
         criu_version=engine.criu_version,
         **vars(saved),
-        steps=dict(attempt.seconds),
         generation=engine.store.generations.next_generation(home.kernel_id, kernel.generation),
         fingerprint=attempt.fingerprint | {"sockets": _sockets(attempt)},
         notes=attempt.notes,
         swapped_bytes=attempt.swapped_bytes,
+        save_point=_save_point(attempt),
     )
-    if home.write_session is not None:
-        home.write_session(draft.path)
-    kernel.image = draft.publish(manifest, claim_pid=capsule.host_pid, keep_fd=capsule.keep_fd)
-    kernel.generation = manifest.generation
-    attempt.draft = None
-    host_memory.discard_chunks(kernel)
-    engine.store.hashes.begin()
-    attempt.traced.bytes = kernel.image.manifest.bytes
+
+
+def _save_point(attempt: Attempt) -> dict[str, Any] | None:
+    """Return what makes the image a save point, with the agent's summary; None for one that is no save point."""
+    if attempt.save_point is None:
+        return None
+    summary = attempt.kernel.saved.report.get("summary")
+    known = {name: summary[name] for name in ("cell", "variables") if name in summary} if summary else {}
+    return {**attempt.save_point.as_dict(), **known}
 
 
 def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
@@ -462,11 +512,14 @@ def end_process(attempt: Attempt) -> None:
 
 
 def continue_(attempt: Attempt) -> None:
-    """Undo a dump: the stopped processes continue."""
-    draft, attempt.draft = attempt.draft, None
-    if draft is not None:
-        draft.discard()
+    """Let the stopped processes run on, after the dump of a save point or to undo any dump, whose draft goes then."""
+    if attempt.unwinding:
+        draft, attempt.draft = attempt.draft, None
+        if draft is not None:
+            draft.discard()
     _resume_processes(attempt)
+    if attempt.unrepaired:
+        attempt.changed_settings.append(attempt.unrepaired)
 
 
 def _resume_processes(attempt: Attempt) -> None:

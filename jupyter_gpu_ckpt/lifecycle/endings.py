@@ -37,7 +37,7 @@ def cancel(kernel: KernelState, reason: Reason) -> None:
 def end_gently(kernel: KernelState) -> None:
     """End a kernel that no verb is moving and that has no image as a stock kernel ends."""
     rests, state = kernel.machine.plan is None and kernel.image is None, kernel.machine.state
-    if kernel.capsule is not None and rests and state in (State.RUNNING, State.SUSPENDED):
+    if kernel.capsule is not None and rests and state in (State.RUNNING, State.SUSPENDED, State.OFF_GPU):
         if state is State.RUNNING and kernel.restored_on_gpu:
             suspend.suspend_before_end(kernel)
         kernel.capsule.end()
@@ -82,7 +82,7 @@ def serve(kernel: KernelState, goal: State) -> None:
     state = kernel.machine.state
     if state in (State.SUSPENDED, State.CHECKPOINTED) and goal is not State.RUNNING:
         kernel.gate.sleep()
-    elif state is State.RUNNING:
+    elif state in (State.RUNNING, State.OFF_GPU):
         discard_image(kernel)  # if its wake could not
         try:
             kernel.gate.release()

@@ -38,6 +38,7 @@ def what_is_left(kernel: KernelState) -> str:
     where = "in host memory" if kernel.spill_directory is None else "on the disk"
     suspended = f"the kernel is suspended, its device memory is kept {where}"
     texts = {State.RUNNING: "the kernel runs on", State.SUSPENDED: suspended, State.CHECKPOINTED: kept}
+    texts[State.OFF_GPU] = f"the kernel runs on, its device memory is kept {where}"
     return texts.get(kernel.machine.state, "; ".join(filter(None, ["the kernel is gone", kept])))
 
 

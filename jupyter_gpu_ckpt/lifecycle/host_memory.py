@@ -24,7 +24,14 @@ def device_bytes(kernel: KernelState) -> dict[str, int]:
 
 def resident(kernel: KernelState) -> int:
     """Return the bytes of host memory of the kernel's processes and of its swapped-out allocations."""
-    return kernel.fast_path().host_memory_bytes() + sum(process.rss for process in _processes(kernel))
+    return by_process(kernel)[0]
+
+
+def by_process(kernel: KernelState) -> tuple[int, list[Process]]:
+    """Return `resident`, and the processes beside the kernel's own that count in it."""
+    processes = _processes(kernel)
+    bytes = kernel.fast_path().host_memory_bytes() + sum(process.rss for process in processes)
+    return bytes, [process for process in processes if process.pid != kernel.require_capsule().host_pid]
 
 
 def unique(kernel: KernelState) -> tuple[int, int]:

@@ -15,10 +15,11 @@ from typing import Any
 
 from ..capsule.capsule import ANSWER, Capsule
 from ..errors import CapsuleError, CapsuleGone, GpuCkptError, KernelSilent, StateError
+from ..image.save_point import SavePoint, find, require_free_name
 from ..image.store import Image
 from ..trace import Trace
-from . import compatibility, dump, endings, failures, host_memory, plans, resume
-from .context import Attempt, Engine, GateProtocol, Home, KernelState, Reason, Saved
+from . import compatibility, dump, endings, failures, going_back, host_memory, plans, restore, resume
+from .context import Attempt, Engine, FilesChoice, GateProtocol, Home, KernelState, Reason, Saved
 from .plans import Move, State
 from .settings import LifecycleSettings
 from .steps import Steps, advance, drive
@@ -76,6 +77,7 @@ class Lifecycle:
             self.kernel.capsule, self.kernel.exit_status, self.kernel.end_requested = capsule, None, False
             self.kernel.saved, self.kernel.restored_on_gpu, self.kernel.disconnected = Saved(), False, False
             self.kernel.lasting_refusal = self.kernel.refused_checkpoint = None
+            self.kernel.serves_off_gpu = False
             advance(self.kernel, plans.ProcessEvent.LAUNCHED)
 
     def attach(self, *, capsule: Capsule | None = None, image: Image | None = None) -> None:
@@ -106,15 +108,76 @@ class Lifecycle:
         """Move the CUDA state to host RAM; the process lives.  After failure the kernel runs on."""
         self._perform(Move.SUSPEND, State.SUSPENDED)
 
+    def yield_gpu(self) -> None:
+        """Move the CUDA state to host RAM, also in the middle of a cell; cells run on, and their calls of CUDA wait.
+
+        After failure the kernel runs on.  Raises `UnsupportedCuda` where these calls could not be kept waiting.
+        """
+        self._perform(Move.YIELD, State.OFF_GPU)
+
     def resume(self) -> None:
         """Move the CUDA state back to the GPU.  After failure the kernel stays suspended."""
         self._perform(Move.RESUME, State.RUNNING)
 
-    def checkpoint(self) -> Image:
-        """Write everything to an image; no process, no GPU memory.  After failure the kernel is as it was before."""
-        self._perform(Move.CHECKPOINT, State.CHECKPOINTED)
+    def checkpoint(self, save_point: SavePoint | None = None) -> Image:
+        """Write everything to an image; no process, no GPU memory.  After failure the kernel is as it was before.
+
+        ``save_point``: the image stays as this one when the kernel comes back from it.
+        """
+        self._perform(Move.CHECKPOINT, State.CHECKPOINTED, save_point=save_point)
         assert self.kernel.image is not None
         return self.kernel.image
+
+    def save(self, save_point: SavePoint, notebook: bytes | None = None) -> Image:
+        """Write everything to an image, which stays under its name; the kernel pauses for that, and continues.
+
+        ``notebook``: its document, to be kept with it.  After failure the kernel is as it was before.  Raises
+        `SavePointExists`, `BadRequest` for a name that none can have.
+        """
+        with self.kernel.lock:
+            require_free_name(self.engine.store.images(), self.home.kernel_id, save_point.name)
+            self.kernel.save_point = None
+            self._perform(Move.SAVE, State.CHECKPOINTED, save_point=save_point, notebook=notebook)
+            assert self.kernel.save_point is not None
+            return self.kernel.save_point
+
+    def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
+        """Go back to the save point of this name.  The present state is saved first, as an automatic one: return that.
+
+        ``files``: what the kernel gets of files that differ.  ``notebook``: the present document.  After failure the
+        kernel is in its present state, or asleep in it.  Raises `FilesDiffer` for files without a choice,
+        `SavePointNotFound`.
+        """
+        kernel, store = self.kernel, self.engine.store
+        with kernel.lock:
+            point = find(store.images(), self.home.kernel_id, name)
+            if self.state not in (State.RUNNING, State.DEAD):
+                self.wake()
+            if point.archived:
+                with point.lease():
+                    restore.fetch_content(kernel, point)
+            then = going_back.check(kernel, point, files)
+            before_name = going_back.automatic_name("before going back", store.images(), self.home.kernel_id)
+            before = SavePoint(before_name, automatic=True)
+            options: dict[str, Any] = {"save_point": before, "notebook": notebook, "also_keep": then}
+            self._perform(Move.CHECKPOINT, State.CHECKPOINTED, **options)
+            present = kernel.image
+            assert present is not None
+            kernel.image = point
+            try:
+                self._perform(Move.RESTORE, State.RUNNING, files=files, present=present)
+            except GpuCkptError as error:
+                if self.state is State.CHECKPOINTED:
+                    kernel.image = present
+                    with contextlib.suppress(GpuCkptError):  # the next message tries again
+                        self._perform(Move.RESTORE, State.RUNNING)
+                    error.left = failures.what_is_left(kernel)
+                else:  # it was ended meanwhile
+                    restore.release_save_point(present)
+                raise
+            restore.release_save_point(present)
+            going_back.thin_out(kernel)
+            return present
 
     def restore(self, gpu_map: Mapping[str, str] | None = None, *, accept_changed_files: bool | None = None) -> None:
         """Restore the image, on the GPUs named by ``gpu_map`` (old UUID: new UUID) or the same ones.
@@ -225,11 +288,12 @@ class Lifecycle:
                 dump.write_ahead(kernel)
             elif self.state is not State.SUSPENDED and not kernel.settings.keep_chunks:
                 host_memory.discard_chunks(kernel)
-            if failure is not None and self.state is not goal:
+            done = kernel.save_point is not None if verb is Move.SAVE else self.state is goal
+            if failure is not None and not done:
                 final = failures.final_error(self.kernel, failure)
                 if again and kernel.image is not None and type(failure) in failures.BY_CHANCE:
                     final.hint = failures.TRIED_TWICE.format(image=kernel.image.id)
-                if goal is State.RUNNING and self.state is not State.DEAD:
+                if goal is State.RUNNING and self.state not in (State.DEAD, State.OFF_GPU):
                     # The clients that wait for the kernel get this error; the next message tries again.
                     self.gate.fail(final)
                 raise final from failure
@@ -254,4 +318,6 @@ class Lifecycle:
         finally:
             attempt.reservation.close()
             attempt.resources.close()
+            if attempt.draft is not None:  # of a save point that could not be published
+                attempt.draft.discard()
             self.kernel.attempt = None

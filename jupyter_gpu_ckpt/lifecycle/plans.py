@@ -22,8 +22,12 @@ class State(enum.Enum):
     RUNNING = "running"
     SUSPENDING = "suspending"
     SUSPENDED = "suspended"
+    YIELDING = "yielding"
+    #: Its CUDA state is in host memory as well, but it runs cells; their calls that use the GPU wait.
+    OFF_GPU = "off_gpu"
     RESUMING = "resuming"
     DUMPING = "dumping"
+    SAVING = "saving"
     CHECKPOINTED = "checkpointed"
     RESTORING = "restoring"
     DEAD = "dead"
@@ -39,6 +43,7 @@ class Step(enum.Enum):
     DISCONNECT = "disconnect"
     DUMP = "dump"
     PUBLISH = "publish"
+    KEEP = "keep"
     END_PROCESS = "end_process"
     SLEEP = "sleep"
     MATCH = "match"
@@ -61,10 +66,12 @@ class Move(enum.Enum):
     """A verb: a request to move the kernel between GPU, host memory and disk; `lifecycle.Lifecycle` explains each."""
 
     SUSPEND = "suspend"
+    YIELD = "yield"
     RESUME = "resume"
     CHECKPOINT = "checkpoint"
     RESTORE = "restore"
     WAKE = "wake"
+    SAVE = "save"
 
 
 class ProcessEvent(enum.Enum):
@@ -135,19 +142,45 @@ _RESUME = Plan(State.RESUMING, State.RUNNING, State.SUSPENDED, _BACK_ON_GPU, com
 _PROCESS_BACK = (Step.MATCH, Step.RESERVE, Step.CRIU_RESTORE, Step.CUDA_RESUME, Step.UNRESERVE)
 _SERVED = (Step.CONNECT, Step.THAW, Step.RELEASE, Step.DISCARD_IMAGE)
 _RESTORE = Plan(State.RESTORING, State.RUNNING, State.CHECKPOINTED, (*_PROCESS_BACK, *_SERVED), commit=Step.RELEASE)
+_AWAY_IDLE = (Step.DRAIN, Step.QUIESCE)
+_BACK_FOR_CALLS = (Step.RESERVE, Step.CUDA_RESUME, Step.UNRESERVE)
+_RETURN = Plan(State.RESUMING, State.RUNNING, State.OFF_GPU, _BACK_FOR_CALLS, commit=Step.CUDA_RESUME)
 _CHECKPOINT = Plan(State.DUMPING, State.CHECKPOINTED, State.RUNNING, (*_SUSPEND, *_DUMP), commit=Step.END_PROCESS)
+# The kernel is served again before its save point is published: hashes and the disk are not waited for.
+_DUMP_ON = (Step.DISCONNECT, Step.DUMP, Step.CONTINUE)
+_SERVED_AGAIN = (Step.RESERVE, Step.CUDA_RESUME, Step.UNRESERVE, Step.CONNECT, Step.THAW, Step.RELEASE)
+_SAVE_STEPS = (*_SUSPEND, *_DUMP_ON, *_SERVED_AGAIN, Step.KEEP)
+_SAVE = Plan(State.SAVING, State.RUNNING, State.RUNNING, _SAVE_STEPS, commit=Step.RELEASE)
+_SAVE_SUSPENDED = Plan(
+    State.SAVING, State.SUSPENDED, State.SUSPENDED, (*_DUMP_ON, Step.SLEEP, Step.KEEP), commit=Step.SLEEP
+)
 
 #: Every legal request.  None: the kernel is in the state already.
 PLANS: dict[tuple[State, Move], Plan | None] = {
     (State.RUNNING, Move.SUSPEND): Plan(State.SUSPENDING, State.SUSPENDED, State.RUNNING, (*_SUSPEND, Step.SLEEP)),
+    (State.RUNNING, Move.YIELD): Plan(
+        State.YIELDING, State.OFF_GPU, State.RUNNING, (Step.PREFLIGHT, Step.CUDA_SUSPEND)
+    ),
     (State.RUNNING, Move.CHECKPOINT): _CHECKPOINT,
+    (State.RUNNING, Move.SAVE): _SAVE,
     (State.RUNNING, Move.RESUME): None,
     (State.RUNNING, Move.RESTORE): None,
     (State.RUNNING, Move.WAKE): None,
     (State.SUSPENDED, Move.SUSPEND): None,
     (State.SUSPENDED, Move.CHECKPOINT): replace(_CHECKPOINT, back=State.SUSPENDED, steps=_DUMP),
+    (State.SUSPENDED, Move.SAVE): _SAVE_SUSPENDED,
+    (State.SUSPENDED, Move.YIELD): None,
     (State.SUSPENDED, Move.RESUME): _RESUME,
     (State.SUSPENDED, Move.WAKE): _RESUME,
+    (State.OFF_GPU, Move.SUSPEND): Plan(State.SUSPENDING, State.SUSPENDED, State.OFF_GPU, (*_AWAY_IDLE, Step.SLEEP)),
+    (State.OFF_GPU, Move.YIELD): None,
+    (State.OFF_GPU, Move.SAVE): replace(
+        _SAVE_SUSPENDED, back=State.OFF_GPU, steps=(*_AWAY_IDLE, *_SAVE_SUSPENDED.steps)
+    ),
+    (State.OFF_GPU, Move.CHECKPOINT): replace(_CHECKPOINT, back=State.OFF_GPU, steps=(*_AWAY_IDLE, *_DUMP)),
+    (State.OFF_GPU, Move.RESUME): _RETURN,
+    (State.OFF_GPU, Move.WAKE): _RETURN,
+    (State.CHECKPOINTED, Move.YIELD): None,
     (State.CHECKPOINTED, Move.CHECKPOINT): None,
     (State.CHECKPOINTED, Move.RESTORE): _RESTORE,
     (State.CHECKPOINTED, Move.WAKE): _RESTORE,
@@ -226,12 +259,13 @@ def _advance(kernel: MachineState, event: Event) -> Outcome | None:
                 return _advance(kernel, StepDone(step))
             kernel = _with_done(kernel, step) if done else kernel
             undo = tuple(UNDO[step] for step in reversed(kernel.done) if step in UNDO)
-            if plan.back is State.SUSPENDED and plan.to is State.CHECKPOINTED:
+            if plan.back is State.SUSPENDED and plan.to is not State.RUNNING:
                 undo = (*undo, Step.SLEEP)
             return replace(kernel, unwinding=True), undo
         case Unwound(failed) if plan and kernel.unwinding:
             # Without free memory on the GPU the CUDA state is safe in host RAM.
-            return _at_rest(kernel, State.SUSPENDED if Step.CUDA_RESUME in failed else plan.back), ()
+            away = State.OFF_GPU if plan.to is State.OFF_GPU else State.SUSPENDED
+            return _at_rest(kernel, away if Step.CUDA_RESUME in failed else plan.back), ()
         case ProcessEvent.EXITED if at_rest and kernel.state not in (State.CHECKPOINTED, State.STARTING):
             return replace(kernel, state=State.DEAD, process=False), ()
         case ProcessEvent.TERMINATED:

@@ -15,7 +15,14 @@ from ..trace import StepEvent
 #: Steps of fewer bytes show their fixed cost, not the rate.
 _LEAST = 64 << 20
 #: Bytes per second until there are measured ones: H200, PCIe 5, local NVMe (docs/measurements.md).
-_FIRST_RATES = {"cuda_suspend": 2.6e9, "dump": 2.6e9, "publish": 2.8e9, "criu_restore": 1.8e9, "cuda_resume": 6.5e9}
+_FIRST_RATES = {
+    "cuda_suspend": 2.6e9,
+    "dump": 2.6e9,
+    "publish": 2.8e9,
+    "keep": 2.8e9,
+    "criu_restore": 1.8e9,
+    "cuda_resume": 6.5e9,
+}
 
 #: Seconds whatever the size: gate, agent and CRIU; and the driver's, of a process that has a context.
 _PROCESS, _CONTEXT = 0.1, 0.35

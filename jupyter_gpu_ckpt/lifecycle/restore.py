@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..capsule.capsule import Capsule
 from ..capsule.namespaces import Clocks
-from ..criu import images, shared_pages, vmas
+from ..criu import exclusive, images, shared_pages, vmas
 from ..errors import (
     CapsuleError,
     CapsuleGone,
@@ -35,8 +35,8 @@ from ..node.match import Mismatch, accepted_files, require
 from ..terminal_text import printable
 from ..transfer import archive
 from ..transfer.remote import Remote
-from . import compatibility, host_memory
-from .context import Attempt, Home, KernelState, Reason, Saved
+from . import compatibility, going_back, host_memory
+from .context import MOVED, Attempt, Home, KernelState, Reason, Saved
 
 #: Seconds to wait for a lease that another process has for a moment only: the cold tier, as it sends the content away.
 _MOMENT = 2.0
@@ -52,11 +52,11 @@ def match(attempt: Attempt) -> None:
     try:
         links.put_back(image.manifest)  # of a restore whose process was killed
         if image.archived:
-            _fetch_content(kernel, image)
+            fetch_content(kernel, image)
         attempt.verification = store.begin_check(image)
         attempt.resources.callback(attempt.verification.cancel, wait_for_end=True)
         attempt.changed_files = _require_match(attempt, image)
-        for database, paths in databases.to_hold(image.manifest.fingerprint.get("files", {})):
+        for database, paths in databases.to_lock(image.manifest.fingerprint.get("files", {})):
             attempt.databases.append(database)
             if "unchanged" not in database:  # log and index may get another size
                 attempt.changed_files.extend(paths)
@@ -71,15 +71,19 @@ def match(attempt: Attempt) -> None:
 def _end_lease(attempt: Attempt) -> None:
     lease, attempt.lease = attempt.lease, None
     assert lease is not None
+    image = attempt.kernel.image
     if attempt.kernel.capsule is None:  # whatever was restored has ended
-        if attempt.kernel.image is not None:
-            links.put_back(attempt.kernel.image.manifest)
+        if image is not None:
+            links.put_back(image.manifest)
+            if image.is_save_point:
+                links.keep(image.manifest)
         with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
             lease.withdraw_claim()
     lease.release()
 
 
-def _fetch_content(kernel: KernelState, image: Image) -> None:
+def fetch_content(kernel: KernelState, image: Image) -> None:
+    """Fetch the content of a leased image from the cold tier.  Raises `ImageArchived` where that cannot be."""
     url, cancellation = kernel.settings.archive_url, kernel.cancellation
     if not url:
         raise ImageArchived("The content of the image is in the cold tier.", image=image.id)
@@ -98,7 +102,7 @@ def _require_match(attempt: Attempt, image: Image) -> list[str]:
     kernel, settings = attempt.kernel, attempt.kernel.settings
     if (accept := attempt.accept_changed_files) is None:
         accept = settings.accept_changed_files or image.accepts_changed_files
-    found = _mismatches(attempt, image, accept)
+    found = _settled(attempt, image, accept)
     deadline = time.monotonic() + settings.lingering
     if lingering := [mismatch.what for mismatch in found if mismatch.found == LINGERS]:
         kernel.gate.print_notice(f"The kernel wakes as soon as this is free: {', '.join(lingering)} ({LINGERS}).")
@@ -106,13 +110,25 @@ def _require_match(attempt: Attempt, image: Image) -> list[str]:
         # The kernel's own port, from before its checkpoint: the system gives it back by itself.
         if kernel.cancellation.wait(0.2, Reason.DETACH_SOON):
             break
-        found = _mismatches(attempt, image, accept)
+        found = _settled(attempt, image, accept)
     if any(mismatch.hard for mismatch in found) and not accept:
-        accepted = _mismatches(attempt, image, True)
+        accepted = _settled(attempt, image, True)
         if not any(mismatch.hard for mismatch in accepted) and _user_accepts(kernel, accepted_files(accepted)):
             found = accepted
     require(found, image.id)
     return accepted_files(found)
+
+
+def _settled(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
+    """Return the mismatches, but for files that are put back as they were, or are wanted as they are now."""
+    goes_back = attempt.present is not None
+    files = (attempt.files or (going_back.NOW if accept else None)) if goes_back else going_back.replaced(image)
+    if not image.is_save_point or not (goes_back or files):
+        return _mismatches(attempt, image, accept)
+    found, attempt.put_back = going_back.settle(
+        image, files, lambda accepted: _mismatches(attempt, image, accept or accepted), insist=goes_back
+    )
+    return found
 
 
 def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
@@ -173,13 +189,14 @@ def criu_restore(attempt: Attempt) -> None:
         kernel.cancellation.check(Reason.END)
         with (
             kernel.engine.store.readable(kernel.image) as files,
+            _files_put_back(attempt, files),
             _criu_directory(attempt, files.criu_directory) as directory,
             _device_memory_read(attempt, capsule, files),
             links.ghosts_removed(files.criu_directory, layout.mark(kernel.image.path, layout.RESTORING)),
             _closed_after_failure(capsule),
         ):
             if attempt.databases:
-                capsule.hold_databases(attempt.databases)
+                capsule.lock_databases(attempt.databases)
             restored = kernel.engine.criu.restore(
                 capsule,
                 directory,
@@ -189,7 +206,7 @@ def criu_restore(attempt: Attempt) -> None:
                 freeze=manifest.cuda,
                 alone=alone,
                 before_running=lambda: _require_read(attempt),
-                notes=manifest.notes,
+                notes=exclusive.without_locks(manifest.notes) if manifest.branched_from else manifest.notes,
             )
     except BaseException as error:
         capsule.close()
@@ -209,6 +226,14 @@ def _serves_clients(manifest: Manifest, home: Home) -> bool:
     """Return whether the kernel itself has the sockets that clients connect to: those of a script, its child has."""
     sockets = manifest.notes.get(str(manifest.pid), {}).get("sockets", {}).values()
     return any("path" in each and each["path"]["path"].startswith(home.own_sockets) for each in sockets)
+
+
+@contextlib.contextmanager
+def _files_put_back(attempt: Attempt, files: Readable) -> Iterator[None]:
+    """Put files back as they were at the save point, before the body.  They stay when that fails: see `replaced`."""
+    assert attempt.kernel.image is not None
+    going_back.put_files_back(attempt.kernel.image, attempt.put_back, files, attempt.present)
+    yield
 
 
 @contextlib.contextmanager
@@ -250,13 +275,15 @@ def _device_memory_read(attempt: Attempt, capsule: Capsule, files: Readable) -> 
 
 @contextlib.contextmanager
 def _criu_directory(attempt: Attempt, directory: Path) -> Iterator[Path]:
-    """Yield CRIU's files, or a view of them where changed files are accepted or processes share pages.
+    """Yield CRIU's files, or a view of them: of a branch, or where changed files are accepted or processes share pages.
 
     A wake that failed is tried again with CRIU's own tables of mappings: processes rather share less than never wake.
     """
-    references, runtime_dir = shared_pages.references(directory), attempt.kernel.home.runtime_dir
-    aligned = vmas.AS_DUMPED if attempt.again else vmas.aligned(directory)
-    if not (attempt.changed_files or references or aligned.records):
+    references, home = shared_pages.references(directory), attempt.kernel.home
+    aligned, runtime_dir = vmas.AS_DUMPED if attempt.again else vmas.aligned(directory), home.runtime_dir
+    assert attempt.kernel.image is not None
+    is_branch = bool(attempt.kernel.image.manifest.branched_from)
+    if not (attempt.changed_files or references or aligned.records or is_branch):
         yield directory
         return
     with contextlib.ExitStack() as stack:
@@ -265,6 +292,9 @@ def _criu_directory(attempt: Attempt, directory: Path) -> Iterator[Path]:
             view = images.view(directory, Path(temporary) / layout.CRIU, attempt.changed_files)
             shared_pages.add_parents(directory, view, references, aligned.whole)
             vmas.replace(view, aligned.records)
+            if is_branch:
+                moved = f"{home.inner_dir}/{MOVED}"
+                attempt.separated = exclusive.separate(directory, view, home.own_sockets, exclusive.free_port, moved)
         except OSError as error:
             raise RuntimeDirectory(f"{runtime_dir} cannot be written: {error.strerror}.") from error
         yield view
@@ -299,9 +329,15 @@ def discard_image(attempt: Attempt) -> None:
 
 
 def remove_image(kernel: KernelState) -> int:
-    """Delete the image, under the lease of the attempt that restored it or one of its own; return the bytes freed."""
+    """Delete the image, under the lease of the attempt that restored it or one of its own; return the bytes freed.
+
+    A save point stays, and can be restored again.
+    """
     image, attempt, freed = kernel.image, kernel.attempt, 0
-    if image is not None:
+    if image is not None and image.is_save_point:
+        kernel.image = None
+        _keep_save_point(image)
+    elif image is not None:
         leased = attempt is not None and attempt.lease is not None
         freed = kernel.engine.store.remove(image, leased=leased, before_delete=lambda path: _keep_chunks(kernel, path))
         kernel.image = None
@@ -310,6 +346,19 @@ def remove_image(kernel: KernelState) -> int:
     if attempt is not None:
         attempt.resources.close()
     return freed
+
+
+def _keep_save_point(image: Image) -> None:
+    """Leave a save point as it was before its kernel came back from it."""
+    links.keep(image.manifest)
+    release_save_point(image)
+
+
+def release_save_point(image: Image) -> None:
+    """Record that the kernel does not sleep in a save point, and lives from it no more than from others."""
+    image.retire()
+    image.withdraw_claim()
+    layout.mark(image.path, layout.REPLACED).unlink(missing_ok=True)
 
 
 def retire_image(kernel: KernelState) -> Image | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from contextlib import AbstractContextManager
+from typing import Any
 
 from ..capsule.capsule import Capsule
 from ..cuda.cuda import CudaState
@@ -15,28 +17,48 @@ from .context import Attempt, KernelState, Saved
 from .plans import State
 from .suspend import open_gate, request_agent
 
+_log = logging.getLogger(__name__)
+
 
 def reserve(attempt: Attempt) -> None:
     """Prove that the GPU has enough free memory, and reserve it until the driver has done its part."""
     kernel = attempt.kernel
     if not kernel.saved.cuda or _is_on_gpu(kernel):
         return
-    present = [gpu.uuid for gpu in kernel.engine.gpus.list()]
+    gpus = kernel.engine.gpus.list()
+    present = [gpu.uuid for gpu in gpus]
     try:
         attempt.gpu_mapping = gpu_mapping(kernel.saved.node_gpus, present, attempt.gpu_map)
     except ValueError as error:
         raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
+    if kernel.admission is not None and (needs := _needs(attempt)):
+        try:
+            admitted = kernel.admission.admit(needs, gpus, elsewhere=not attempt.gpu_map)
+        except OSError as error:  # the directory that users share: then as without sharing
+            _log.warning("Kernel %s cannot wait for a GPU: %s", kernel.home.kernel_id, error.strerror)
+        else:
+            attempt.reservation.callback(kernel.admission.settle)
+            if any(home != gpu for home, gpu in admitted.items()):
+                before = attempt.gpu_mapping or {}
+                here = {uuid: before.get(uuid, uuid) for uuid in kernel.saved.node_gpus}
+                wanted = {uuid: admitted[home] for uuid, home in here.items() if home in admitted}
+                attempt.gpu_mapping = gpu_mapping(kernel.saved.node_gpus, present, wanted)
+            return
     attempt.reservation.enter_context(_reservation(attempt))
 
 
 def _reservation(attempt: Attempt) -> AbstractContextManager[None]:
+    return attempt.kernel.engine.gpus.reservation(_needs(attempt), attempt.kernel.settings.reservation)
+
+
+def _needs(attempt: Attempt) -> dict[str, int]:
+    """Return the bytes that the kernel needs on each GPU of this node."""
     kernel, mapping = attempt.kernel, attempt.gpu_mapping or {}
     used = kernel.engine.gpus.used_by(*cuda_processes.candidates(kernel)) if kernel.capsule is not None else {}
-    needs = {
+    return {
         mapping.get(uuid, uuid): max(0, bytes - used.get(uuid, 0))  # a warm one still has its context there
         for uuid, bytes in kernel.saved.device_bytes.items()
     }
-    return kernel.engine.gpus.reservation(needs, kernel.settings.reservation)
 
 
 def _is_on_gpu(kernel: KernelState) -> bool:
@@ -57,6 +79,8 @@ def cuda_resume(attempt: Attempt) -> None:
     attempt.traced.bytes = sum(kernel.saved.device_bytes.values())
     # An undo has no reservation yet, and without proof of free memory the driver could destroy the process.
     missing = attempt.unwinding and not _is_on_gpu(kernel)
+    if kernel.admission is not None and not attempt.unwinding:
+        kernel.admission.renew()
     with _reservation(attempt) if missing else contextlib.nullcontext():
         capsule, deadline = kernel.require_capsule(), kernel.deadline(attempt.traced.bytes)
         kernel.fast_path().swapped_out()  # raises first if an owner of another release has suspended the processes
@@ -70,15 +94,17 @@ def cuda_resume(attempt: Attempt) -> None:
             kernel.fast_path().open_launch_gate()
         capsule.unfreeze_threads(all=not attempt.alone)
         host_memory.end_spill(kernel)
-        kernel.saved.cuda = False
+        kernel.saved.cuda = kernel.serves_off_gpu = False
         attempt.gpu_mapping = None
 
 
 def connect(attempt: Attempt) -> None:
     """Connect the gate to the kernel, unless that is suspended: its threads may be frozen, and `thaw` does it."""
     kernel = attempt.kernel
-    if kernel.saved.cuda:
+    if kernel.saved.cuda and not kernel.serves_off_gpu:
         return
+    if _is_branch(attempt):
+        kernel.gate.expect_key(kernel.home.kernel_key)
     # Nothing comes after an undo that could try again, so a kernel that lives gets all the time there is.
     patience = kernel.settings.base if attempt.unwinding else 0.0
     open_gate(kernel, kernel.settings.connect + patience)
@@ -99,15 +125,46 @@ def thaw(attempt: Attempt) -> None:
     kernel, notice = attempt.kernel, ""
     if kernel.disconnected:
         connect(attempt)
+    if _is_branch(attempt):
+        notice = _become_another_kernel(attempt)
     if attempt.changed_settings:
-        notice = f"This kernel came back without what it was set to: {'; '.join(attempt.changed_settings)}"
+        notice += f"This kernel came back without what it was set to: {'; '.join(attempt.changed_settings)}"
     if not kernel.home.has_agent:
         if notice:
             kernel.gate.notify(notice)
             _write_session(kernel)
     else:
         environ = {name: os.environ[name] for name in kernel.settings.refresh if name in os.environ}
-        request_agent(kernel, "thaw", {"environ": environ, "notice": notice})
+        # Then another one has begun, or goes on with, this session of IPython's history.
+        again = _is_branch(attempt) or (kernel.image is not None and kernel.image.is_save_point)
+        request_agent(kernel, "thaw", {"environ": environ, "notice": notice, "again": again})
+
+
+def _is_branch(attempt: Attempt) -> bool:
+    """Return whether the kernel is restored from an image that was made of another kernel's."""
+    image = attempt.kernel.image
+    return attempt.lease is not None and image is not None and bool(image.manifest.branched_from)
+
+
+def _become_another_kernel(attempt: Attempt) -> str:
+    """Have the agent make unique what the kernel has in common with the one it comes from; return a notice.
+
+    From the reply on the kernel signs with the key that its own clients have.
+    """
+    kernel, home = attempt.kernel, attempt.kernel.home
+    assert kernel.image is not None
+    origin = kernel.image.manifest.branched_from
+    content: dict[str, Any] = {"key": home.key, "reseed": bool(origin.get("reseed")), "notebook": home.notebook}
+    if origin.get("is_template"):
+        content |= {"environ": dict(home.environment), "directory": home.directory}
+    reply = request_agent(kernel, "identity", content)["report"]
+    kernel.gate.expect_key(home.key)
+    kernel.gate.follow_session(str(reply["session"]))
+    changes = [f"{each.what} ({each.becomes})" for each in attempt.separated]
+    changes += [f"{what} (not changed)" for what in reply.get("probe_errors", ())]
+    if not changes:
+        return ""
+    return f"This kernel is a branch of another one, which goes on with: {'; '.join(changes)}.\n"
 
 
 def release(attempt: Attempt) -> None:
@@ -118,6 +175,8 @@ def release(attempt: Attempt) -> None:
             # The point of no return: of all that ever restored this image, one kernel gets messages.
             capsule = kernel.require_capsule()
             attempt.lease.claim(capsule.host_pid, capsule.keep_fd)
+            if attempt.present is not None:  # and nobody wakes the state that it has gone back from
+                attempt.present.claim(capsule.host_pid, capsule.keep_fd)
         else:  # until a restored kernel's image is deleted it is what is left if the kernel dies
             supersede_images(kernel)
     if attempt.alone:
@@ -134,7 +193,7 @@ def supersede_images(kernel: KernelState) -> None:
         kernel.supersedes_images = False
         with contextlib.suppress(KeyUnusable):
             kernel.engine.store.generations.record_restored(kernel.home.kernel_id)
-        kernel.engine.store.remove_outdated_links(kernel.home.kernel_id)
+        kernel.engine.store.supersede(kernel.home.kernel_id)
 
 
 def repair(kernel: KernelState, capsule: Capsule) -> State:

@@ -31,6 +31,10 @@ class LifecycleSettings:
     accept_changed_files: bool = False
     #: Whether a kernel that Landlock confines may be checkpointed, and be restored without that confinement.
     allow_unconfined_wake: bool = False
+    #: Bytes of files that are copied for a save point, where the file system has no reflinks: the kernel waits for it.
+    kept_file_bytes: int = 256 << 20
+    #: Automatic save points of a kernel that are kept, the newest.
+    automatic_save_points: int = 5
     #: How long a user has to answer whether changed files are accepted.
     question: float = 120.0
     #: URL of the cold tier, which has the content of old images.
@@ -39,5 +43,7 @@ class LifecycleSettings:
     warm: bool = False
     #: Whether chunks of the last image are kept while the kernel runs, so that the next one is written faster.
     keep_chunks: bool = True
+    #: Whether kernels share GPUs with those of others: "off", their memory ("room"), or also in turns ("turns").
+    sharing: str = "off"
     #: Whether a suspended kernel's device memory is written to the disk before a checkpoint is requested.
     write_ahead: bool = True

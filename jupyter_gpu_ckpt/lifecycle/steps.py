@@ -27,6 +27,7 @@ STEPS: Mapping[Step, Callable[[Attempt], None]] = {
     Step.DISCONNECT: dump.disconnect,
     Step.DUMP: dump.dump,
     Step.PUBLISH: dump.publish,
+    Step.KEEP: dump.keep,
     Step.END_PROCESS: dump.end_process,
     Step.CONTINUE: dump.continue_,
     Step.MATCH: restore.match,

@@ -195,10 +195,13 @@ def drain(attempt: Attempt) -> None:
 def quiesce(attempt: Attempt) -> None:
     """Have the agent prepare the kernel for a dump; refuse a kernel by its report."""
     kernel, writes = attempt.kernel, attempt.goal is State.CHECKPOINTED
-    kernel.saved, kernel.refusal = Saved(), None
+    if not kernel.saved.cuda:
+        kernel.saved, kernel.refusal = Saved(), None
     if not kernel.home.has_agent:
         return
-    report = request_agent(kernel, "quiesce", {"trim": True, "files": True}).get("report", {})
+    # Off the GPU, what frees device memory would wait for it.
+    content = {"trim": not kernel.saved.cuda, "files": True, "summary": attempt.save_point is not None}
+    report = request_agent(kernel, "quiesce", content).get("report", {})
     attempt.traced.bytes = report.get("trimmed_bytes")
     try:
         pid, engine = kernel.require_capsule().host_pid, kernel.engine
@@ -217,6 +220,15 @@ def cuda_suspend(attempt: Attempt) -> None:
     pid = capsule.host_pid
     cuda_processes.remove_stale_sockets(kernel)
     using = [*cuda_processes.states(kernel)]
+    if attempt.goal is State.OFF_GPU:
+        # No step before has begun the facts of this suspend: the kernel is not quiesced.
+        saved = kernel.saved = Saved(saved.report)
+        kernel.refusal = None
+        if using != [pid]:
+            message = (
+                "Other processes of the kernel use the GPU, or none does; their calls do not wait at its launch gate."
+            )
+            raise errors.UnsupportedCuda(message)
     if pid not in using:
         refuse_device_files(kernel)
     if not using:
@@ -224,9 +236,13 @@ def cuda_suspend(attempt: Attempt) -> None:
     saved.device_bytes = gpus.used_by(*using)
     saved.node_gpus = [gpu.uuid for gpu in gpus.list()]
     kernel.inherited = cuda_processes.inherited_files(kernel, using)
+    kernel.serves_off_gpu = attempt.goal is State.OFF_GPU
     try:
         unlockable = None
         cuda_processes.close_launch_gates(kernel, using, _LOCKS * settings.cuda)
+        if attempt.goal is State.OFF_GPU and not kernel.fast_path().launch_gate_is_closed():
+            message = "The kernel has no launch gate (fast_path): its calls would wait in the driver, with its cells."
+            raise errors.UnsupportedCuda(message)
         try:
             locked = cuda_processes.lock(kernel)
         except errors.UnsupportedCuda as error:
@@ -301,6 +317,7 @@ def sleep(attempt: Attempt) -> None:
     """Have the gate wake the kernel at the next message that needs it."""
     if not (attempt.unwinding and attempt.goal is State.RUNNING):
         attempt.kernel.gate.sleep()
+        attempt.kernel.serves_off_gpu = False
     # Else a wake failed.  `Gate.fail` comes next: it answers those who wait, and sleeps.  A sleep now would wake again
     # at once, for messages that are about to be answered with that failure.
 

@@ -64,8 +64,8 @@ def members(path: str) -> tuple[str, str, str]:
     return path, path + sqlite_wal.LOG, path + sqlite_wal.INDEX
 
 
-def to_hold(files: Mapping[str, Facts]) -> Iterator[tuple[dict[str, Any], tuple[str, str, str]]]:
-    """Yield arguments for `sqlite_wal.hold`, and the paths of each database in WAL mode.
+def to_lock(files: Mapping[str, Facts]) -> Iterator[tuple[dict[str, Any], tuple[str, str, str]]]:
+    """Yield arguments for `sqlite_wal.lock_database`, and the paths of each database in WAL mode.
 
     Of a kernel without a transaction log and index are made anew if a file is not the very same; and after a boot, for
     what was last written to them may not have reached the disk.  Else they are only if one is not there: `match` has

@@ -58,9 +58,9 @@ _PYTHON = re.compile(r"/(lib)?python[0-9][^/]*$")
 _LIBZMQ = re.compile(r"/libzmq([-_.][^/]*)?$")
 #: Bytes of a waiting thread's stack that are searched: the C library's own frames are much smaller.
 _STACK_BYTES = 4096
-#: Bytes of glibc's thread descriptor behind the head of its robust list that are searched: more than there are (2,304
-#: in all with glibc 2.36).
-_DESCRIPTOR_BYTES = 2048
+#: Bytes of glibc's thread descriptor behind the head of its robust list that are searched.  The function is at 856 with
+#: glibc 2.36, and the descriptor, the end of the stack, ends at 1568: what comes next is another's memory.
+_DESCRIPTOR_BYTES = 1280
 #: Seconds for the threads of the driver to wait again; they have nothing to do once the driver's lock is held.
 _DRIVER_SETTLES = 0.1
 

@@ -27,6 +27,7 @@ from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import (
     descriptors,
     file_facts,
+    inherited_filters,
     shared_memory,
     sockets,
     syscalls,
@@ -286,7 +287,7 @@ class _OwnState:
         self.forbidden = syscalls.forbidden()
         #: Pids that were the last to change some System V semaphore.
         self.semaphore_users = set(syscalls.semaphore_users())
-        self.seccomp = procfs.status().get("Seccomp", "0")
+        self.status = procfs.status()
         self.open_files = descriptors.limit_of_criu()
 
 
@@ -404,9 +405,11 @@ class _Process:
         """Confinement of a thread: all of it must come back, or the thread would regain rights that it gave up."""
         if tid != self.pid and (status.get("Uid"), status.get("Gid")) != self.user:
             self.found.refuse("a thread of another user", hint="End that thread.")
-        seccomp = status.get("Seccomp", "0")
-        if seccomp != "0" and (os.geteuid() != 0 or self.mine.seccomp != "0"):
-            why = "Only root's CRIU can save it, outside of a container that has such a filter itself."
+        is_filtered = status.get("Seccomp", "0") != "0" and not inherited_filters.all_inherited(
+            status, self.mine.status
+        )
+        if is_filtered and (os.geteuid() != 0 or self.mine.status.get("Seccomp", "0") != "0"):
+            why = "Only root's CRIU can save it, outside of a container."
             self.found.refuse("a seccomp filter", hint=f"{why} Run what needs the filter in a process of its own.")
         namespaces = _namespaces(root)
         for name, other in self.mine.namespaces.items():

@@ -1,4 +1,4 @@
-"""SQLite databases with a write-ahead log: what a kernel may take for granted that sleeps with one open.
+"""SQLite databases with a write-ahead log: what a kernel relies on that sleeps with one open.
 
 Beside a database ``X`` lie its log ``X-wal`` and the index of the log, ``X-shm``, which all processes map ("WAL-mode
 File Format" and "Database File Format", 4, of SQLite's documentation).  An open connection keeps two POSIX locks:
@@ -8,7 +8,7 @@ notices by the header of the index, which differs from its copy then: it drops t
 
 A sleeping kernel has no locks.  So others may have cleared the index and removed the log, after all of it had been
 copied to the database; a log that is made anew has an index with the same header as any other empty log, and a woken
-kernel would trust its old pages.  `hold` takes both locks in the kernel's place and does what SQLite does:
+kernel would trust its old pages.  `lock_database` sets both locks in the kernel's place and does what SQLite does:
 
 - If nobody else has DMS, the index is cleared.  SQLite builds it again from the log (recovery).  An empty log gets a
   header with a random salt, and a byte behind it so that the header counts, as a writer leaves it that was killed in
@@ -106,8 +106,8 @@ def _reads(locks: Iterable[Lock], byte: int) -> bool:
     )
 
 
-def hold(path: str, index_bytes: int, anew: bool, unchanged: dict[str, list[int]] | None = None) -> list[int]:
-    """Take the locks of a connection to the database at ``path``; return the descriptors that have them.
+def lock_database(path: str, index_bytes: int, anew: bool, unchanged: dict[str, list[int]] | None = None) -> list[int]:
+    """Set the locks of a connection to the database at ``path``; return the descriptors that have them.
 
     ``index_bytes``: of the index that the kernel has mapped; it is enlarged if need be.  ``anew``: make log and index
     ready for a kernel that was in no transaction, as others may have changed them.  ``unchanged``: inode, size, mtime
@@ -219,15 +219,15 @@ def _require_unchanged(files: dict[str, list[int]]) -> None:
 
 
 def _prepare(log: int, index: int, path: str, page_size: int, index_bytes: int) -> None:
-    """Take DMS, and make log and index such that every connection notices a change."""
+    """Lock DMS, and make log and index such that every connection notices a change."""
     alone = False
 
-    def take() -> bool:
+    def lock_index() -> bool:
         nonlocal alone
         alone = _lock(index, fcntl.F_WRLCK, _DMS)
         return alone or _lock(index, fcntl.F_RDLCK, _DMS)
 
-    _wait(take, path + INDEX)
+    _wait(lock_index, path + INDEX)
     if alone:
         if _is_empty(log, path):
             _make_log(log, page_size)
@@ -347,18 +347,18 @@ def _wait(attempt: Callable[[], bool], path: str) -> None:
         time.sleep(0.01)
 
 
-def hold_all(databases: Iterable[dict[str, Any]]) -> list[int]:
-    """Do as `hold` for each of ``databases``, its arguments by name.  The error of one has a ``filename``."""
-    held: list[int] = []
+def lock_databases(databases: Iterable[dict[str, Any]]) -> list[int]:
+    """Do as `lock_database` for each of ``databases``, its arguments by name.  The error of one has a ``filename``."""
+    locked: list[int] = []
     try:
         for database in databases:
             try:
-                held += hold(**database)
+                locked += lock_database(**database)
             except OSError as error:
                 error.filename = error.filename or database["path"]
                 raise
     except BaseException:
-        for descriptor in held:
+        for descriptor in locked:
             os.close(descriptor)
         raise
-    return held
+    return locked

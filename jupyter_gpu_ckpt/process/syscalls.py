@@ -54,7 +54,7 @@ _BY_MACHINE = """
     eventfd2 290 19  dup3 292 24  close 3 57  read 0 63  epoll_ctl 233 21  waitid 247 95  futex 202 98
     mlock2 325 284  mlockall 151 230  mmap 9 222  munmap 11 215  mprotect 10 226  rt_sigaction 13 134  getpid 39 172
     get_robust_list 274 100  lseek 8 62  openat 257 56  open_by_handle_at 304 265
-    rt_sigtimedwait 128 137  rt_sigqueueinfo 129 138  fcntl 72 25
+    rt_sigtimedwait 128 137  rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240  fcntl 72 25
 """
 _MACHINES = ("x86_64", "aarch64")
 #: The numbers of this host; without those of `_BY_MACHINE` on another machine, which a capsule's init refuses.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib.metadata
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from jupyter_server.extension.application import ExtensionApp
 from jupyter_server.gateway.gateway_client import GatewayClient
 from jupyter_server.serverapp import ServerApp
 from jupyter_server.services.sessions.sessionmanager import SessionManager
+from traitlets import Unicode, default
 from traitlets.config import Config
 
 from .._version import __version__
@@ -24,10 +26,12 @@ from ..doctor import checks, fixes
 from ..doctor.probes import EXTENSION, missing_native_parts
 from ..errors import GpuCkptError, StateError
 from ..image.store import Image, Store
+from ..kernel.agent_injection import PROVISIONER
 from ..kernel.orphans import Orphan, find_orphan
-from ..kernel.provisioner import PROVISIONER, GpuCkptProvisioner
+from ..kernel.provisioner import GpuCkptProvisioner
 from ..node.requirements import VARIABLE
 from . import drain, models
+from .branches import Branches
 from .cold import ColdTier
 from .events import Events, Log
 from .gpu_usage import GpuUsage
@@ -40,6 +44,7 @@ from .monitor import KernelMonitor
 from .persistence import KernelPersistence
 from .placement import Publisher
 from .readiness import CheckpointSessionManager, Readiness
+from .save_points import document_for_threads
 
 #: Seconds for which a starting server attaches kernels before it answers any request.
 _ATTACH_TIMEOUT = 15.0
@@ -57,7 +62,19 @@ class GpuCkptApp(ExtensionApp):
     description = "Checkpoints idle kernels with their CUDA state, and wakes them on demand."
     classes = [CheckpointKernelManager, GpuCkptProvisioner, IdlePolicy, KernelPersistence, GpuUsage]  # noqa: RUF012
 
+    error_page = Unicode(
+        help="Address of the page that explains an error, with {code} instead of its code in lower case: the front "
+        "end's list of failures links to it.  Default: the runbook below the package's page of documentation, if its "
+        "metadata name one.  Empty: no link."
+    ).tag(config=True)
+
     serverapp: ServerApp  # None only before the extension is linked
+
+    @default("error_page")
+    def _default_error_page(self) -> str:
+        pages = importlib.metadata.metadata("jupyter_gpu_ckpt").get_all("Project-URL", [])
+        documentation = dict(page.split(", ", 1) for page in pages).get("Documentation", "")
+        return f"{documentation}/admin/runbook.md#{{code}}" if documentation else ""
 
     def _link_jupyter_server_extension(self, serverapp: ServerApp) -> None:
         """Called from jupyter_server before it makes its kernel manager: the last moment to choose its class."""
@@ -96,8 +113,9 @@ class GpuCkptApp(ExtensionApp):
         self.usage = GpuUsage(self.provisioners, self.monitor, self.store.named, events.usage, parent=self)
         self._publisher = Publisher(self.store, os.environ.get(VARIABLE, ""), self.serverapp.log)
         self.monitor.listeners += [Log(self.serverapp.log), events, self._metrics, self.usage, self._publisher]
-        self.idle = IdlePolicy(self.provisioners, parent=self)
+        self.idle = IdlePolicy(self.provisioners, announce=self._announce, parent=self)
         self.cold = ColdTier(self.store, provisioner.archive_url, provisioner.archive_after, self.serverapp.log)
+        self.branches = Branches(self.serverapp, self.store)
         self._diagnosis: tuple[float, dict[str, Any]] | None = None
         self._diagnosing = asyncio.Lock()
         manager, sessions, self._readiness = self.serverapp.kernel_manager, self.serverapp.session_manager, Readiness()
@@ -105,8 +123,14 @@ class GpuCkptApp(ExtensionApp):
             sessions.readiness = self._readiness
         if isinstance(manager, CheckpointKernelManagerMixin):
             manager.readiness = self._readiness
-            manager.on_kernel = self.monitor.add
+            manager.on_kernel = self._on_kernel
+            manager.start_branch = self.branches.start
             manager.idle_seconds = self.idle.idle_seconds
+
+    def _on_kernel(self, kernel_id: str, provisioner: GpuCkptProvisioner) -> None:
+        """Called from the kernel manager with each kernel that it has started or attached."""
+        provisioner.document = document_for_threads(self.serverapp, kernel_id)
+        self.monitor.add(kernel_id, provisioner)
 
     def initialize_handlers(self) -> None:
         """Called from jupyter_server, which puts its base URL before each."""
@@ -169,6 +193,9 @@ class GpuCkptApp(ExtensionApp):
         self.cold.start()
         self.usage.start()
         self._publisher.start()
+
+    def _announce(self, kernel_id: str, verb: str | None, seconds: float | None) -> None:
+        self.monitor.notify(lambda listener: listener.planned(kernel_id, verb, seconds))
 
     def current_activity(self) -> list[dict[str, Any]]:
         """Return the jobs under way.  Called from jupyter_server before it shuts down for lack of activity."""
@@ -268,6 +295,7 @@ class GpuCkptApp(ExtensionApp):
             "gpus": await asyncio.to_thread(models.gpus, directory),
             "policy": self.idle.status(),
             "kernels": models.counts(self.provisioners().values()),
+            "error_page": self.error_page or None,
         }
 
 

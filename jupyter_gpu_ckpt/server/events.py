@@ -16,6 +16,7 @@ STATE = f"{_BASE}/kernel_state/v1"
 STEP = f"{_BASE}/kernel_step/v1"
 FAILURE = f"{_BASE}/kernel_failure/v1"
 PROTECTION = f"{_BASE}/kernel_protection/v1"
+PLAN = f"{_BASE}/kernel_plan/v1"
 USAGE = f"{_BASE}/gpu_usage/v1"
 
 
@@ -24,7 +25,7 @@ class Events(Listener):
 
     def __init__(self, bus: EventLogger) -> None:
         self.bus = bus
-        for schema_id in {STATE, STEP, FAILURE, PROTECTION, USAGE} - set(bus.schemas.schema_ids):
+        for schema_id in {STATE, STEP, FAILURE, PROTECTION, PLAN, USAGE} - set(bus.schemas.schema_ids):
             bus.register_event_schema(SCHEMAS / f"{schema_id.split('/')[-2]}.yaml")
 
     def usage(self, document: dict[str, Any]) -> None:
@@ -55,6 +56,9 @@ class Events(Listener):
 
     def protected(self, kernel_id: str, until: float | None) -> None:
         self._emit(PROTECTION, kernel_id, protected_until=until)
+
+    def planned(self, kernel_id: str, verb: str | None, seconds: float | None) -> None:
+        self._emit(PLAN, kernel_id, next=verb, due_in_s=seconds)
 
     def _emit(self, schema_id: str, kernel_id: str, **data: Any) -> None:
         self.bus.emit(schema_id=schema_id, data={"kernel_id": kernel_id, **data})

@@ -14,7 +14,7 @@ import asyncio
 import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError
 from ..gate.replies import IDLE_TYPE
+from ..kernel.host import BranchPoint
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.plans import State
 from .readiness import Readiness
@@ -57,6 +58,8 @@ class CheckpointKernelManagerMixin(_Base):
         self.readiness = Readiness()
         #: Seconds for which the idle policy has seen a kernel idle.
         self.idle_seconds: Callable[[str], float] = lambda _: math.inf
+        #: Starts a branch of a kernel, with a notebook, and returns its id; None: without a notebook.
+        self.start_branch: Callable[[str, BranchPoint], Awaitable[str]] | None = None
         self._expiry_callback: PeriodicCallback | None = None
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 

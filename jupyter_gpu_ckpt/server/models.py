@@ -68,6 +68,7 @@ def kernel(
         "device_bytes_swapped_out": sum(swapped_out.device.values()) if swapped_out else 0,
         "progress": progress.fraction if progress else None,
         "failure": failure.for_owner() if failure else None,
+        "failures": [each.for_owner() for each in monitored.failures] if monitored else [],
         "job": job.as_dict() if job else None,
         "policy": outlook,
     }
@@ -80,6 +81,19 @@ def on_device(provisioner: GpuCkptProvisioner | None) -> dict[str, int] | None:
         return host_memory.device_bytes(lifecycle.kernel) if lifecycle else None
     except GpuCkptError:
         return None
+
+
+def in_memory(provisioner: GpuCkptProvisioner | None) -> dict[str, Any]:
+    """Return a kernel's host memory in bytes, and its child processes; None and none if unknown.  Reads ``/proc``."""
+    lifecycle = provisioner.lifecycle if provisioner else None
+    if lifecycle is None or (lifecycle.capsule is None and lifecycle.state is not State.CHECKPOINTED):
+        return {"host_bytes": None, "children": []}
+    try:
+        bytes, children = host_memory.by_process(lifecycle.kernel) if lifecycle.capsule else (0, [])
+    except GpuCkptError:  # it is just ending
+        return {"host_bytes": None, "children": []}
+    shown = [{"pid": child.pid, "command": child.shown(), "bytes": child.rss} for child in children]
+    return {"host_bytes": bytes, "children": shown}
 
 
 def findings(provisioner: GpuCkptProvisioner) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from logging import Logger
@@ -23,8 +24,10 @@ from ..trace import StepEvent
 #: The verb under way in each transitional state.
 VERBS = {
     State.SUSPENDING: "suspend",
+    State.YIELDING: "suspend",
     State.RESUMING: "resume",
     State.DUMPING: "checkpoint",
+    State.SAVING: "save",
     State.RESTORING: "restore",
 }
 
@@ -32,6 +35,9 @@ VERBS = {
 POLL_INTERVAL = 0.25
 #: Growth of a verb's fraction that is worth an event.
 MIN_PROGRESS = 0.005
+
+#: How many of a kernel's failures are remembered.
+FAILURES = 5
 
 #: Seconds a step takes however little it moves: measured with a kernel without CUDA (docs/measurements.md).
 _FLOORS = {Step.QUIESCE: 0.03, Step.DUMP: 0.08, Step.CRIU_RESTORE: 0.07, Step.CONNECT: 0.02, Step.END_PROCESS: 0.03}
@@ -46,6 +52,7 @@ _ERRORS = {
 _LEFT = {
     State.RUNNING: "the kernel runs on",
     State.SUSPENDED: "the kernel is suspended, its device memory is kept in host memory",
+    State.OFF_GPU: "the kernel runs on, its device memory is kept in host memory",
     State.CHECKPOINTED: "the image is kept",
     State.DEAD: "the kernel is gone",
 }
@@ -92,6 +99,10 @@ class Failed:
     at: float
     error: errors.GpuCkptError | None = None
 
+    def is_again(self, other: Failed) -> bool:
+        """Return whether the same verb failed for the same reason."""
+        return (self.verb, self.step, self.code) == (other.verb, other.step, other.code)
+
     def for_owner(self) -> dict[str, Any]:
         """Return the failure for JSON, with the error's own text, for those who may use the kernel."""
         shown = {name: getattr(self, name) for name in ("verb", "step", "code", "hint", "left", "at")}
@@ -126,7 +137,7 @@ class Sizes:
         on_device = sum(self.device.values())
         if step in (Step.CUDA_SUSPEND, Step.CUDA_RESUME):
             return on_device
-        if step in (Step.DUMP, Step.PUBLISH):
+        if step in (Step.DUMP, Step.PUBLISH, Step.KEEP):
             return self.host + on_device
         return self.image if step is Step.CRIU_RESTORE else 0
 
@@ -171,6 +182,9 @@ class Listener:
     def failed(self, failure: Failed) -> None: ...
     def protected(self, kernel_id: str, until: float | None) -> None:
         """A protection was set, until some seconds since the epoch, or (None) ended."""
+
+    def planned(self, kernel_id: str, verb: str | None, seconds: float | None) -> None:
+        """The idle policy will run ``verb`` in so many seconds; None: nothing soon."""
 
 
 class KernelMonitor:
@@ -247,6 +261,8 @@ class MonitoredKernel:
         self.step: StepEvent | None = None
         self.swapped_out: SwappedOut | None = None
         self.failure: Failed | None = None
+        #: The last failures of the kernel, newest first; of the same one several times in a row the last.
+        self.failures: deque[Failed] = deque(maxlen=FAILURES)
         self._sizes = Sizes()
         self._failed_step: StepEvent | None = None
         self._error: errors.GpuCkptError | None = None
@@ -333,6 +349,11 @@ class MonitoredKernel:
         device = sum((self.swapped_out.device if self.swapped_out else self._sizes.device).values())
         if requested or previous is State.DEAD:  # that is no failure; and a restarted kernel has none of the last one
             self.failure, code = None, "KERNEL_LOST" if code is not None else None
+            self.failures.clear()
+        elif code is not None and self.failure is not None:
+            if self.failures and self.failures[0].is_again(self.failure):
+                self.failures.popleft()
+            self.failures.appendleft(self.failure)
         change = Changed(self.kernel_id, state, previous, at, max(0.0, at - began), image, device, code)
         self.monitor.notify(lambda listener: listener.changed(change))
         if code is not None and (failure := self.failure) is not None:

@@ -52,7 +52,8 @@ async def _checkpoint(session: Session, base: Path, image_dir: Path) -> None:
     from jupyter_client.provisioning.factory import KernelProvisionerFactory
     from traitlets.config import Config
 
-    from ..kernel.provisioner import PROVISIONER, GpuCkptProvisioner
+    from ..kernel.agent_injection import PROVISIONER
+    from ..kernel.provisioner import GpuCkptProvisioner
 
     config = Config()
     config.KernelProvisionerFactory.default_provisioner_name = PROVISIONER

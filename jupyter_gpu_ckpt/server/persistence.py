@@ -99,6 +99,8 @@ class KernelPersistence(LoggingConfigurable):
         found = await asyncio.to_thread(find_orphans, base, store)
         for id, refusal in found.refused.items():
             self.log.error("Kernel %s could not be attached: %s", id, refusal.code)
+        for id, damage in (await asyncio.to_thread(store.damaged)).items():
+            self.log.error("The kernel of image %s could not be attached: %s: %s", id, damage.code, damage.message)
         orphans = [
             orphan
             for orphan in found.orphans

@@ -5,7 +5,18 @@
  */
 
 export type State =
-  'starting' | 'running' | 'suspending' | 'suspended' | 'resuming' | 'dumping' | 'checkpointed' | 'restoring' | 'dead';
+  | 'starting'
+  | 'running'
+  | 'suspending'
+  | 'suspended'
+  | 'yielding'
+  | 'off_gpu'
+  | 'resuming'
+  | 'dumping'
+  | 'saving'
+  | 'checkpointed'
+  | 'restoring'
+  | 'dead';
 
 export type Verb = 'suspend' | 'resume' | 'checkpoint' | 'restore';
 
@@ -20,11 +31,28 @@ export interface IFailure {
   left: string;
 }
 
+/** A failure as the kernel's document has it. */
+export interface IRecord extends IFailure {
+  message: string;
+  at: number;
+}
+
+export interface IChild {
+  pid: number;
+  command: string;
+  bytes: number;
+}
+
+/** What the idle policy does next. */
+export type Plan = 'suspend' | 'checkpoint';
+
 export interface IOutlook {
   idle_s: number;
   under_way: string | null;
-  next: string | null;
+  next: Plan | null;
   next_in_s: number | null;
+  /** Whether that is so near that it is counted down. */
+  imminent: boolean;
   protected_s: number;
 }
 
@@ -39,11 +67,16 @@ export interface IKernel {
   device_bytes_swapped_out: number;
   progress: number | null;
   failure: IFailure | null;
+  /** The last ones, newest first. */
+  failures: IRecord[];
   /** The newest verb that was requested by REST. */
   job: IJob | null;
   policy: IOutlook | null;
   /** By GPU UUID; only in the reply for one kernel, null where it is unknown. */
   device_bytes?: Record<string, number> | null;
+  /** With those of its child processes; null where it is unknown. */
+  host_bytes?: number | null;
+  children?: IChild[];
 }
 
 /** The code of an error, or of a finding: a cell runs. */
@@ -95,9 +128,20 @@ export interface IHost {
   reason: { cpu: string; gpu: string };
 }
 
+/** The idle policy's settings; seconds, 0: never. */
+export interface IPolicy {
+  suspend_after: number;
+  checkpoint_after: number;
+  without_device_memory: boolean;
+  notice: number;
+}
+
 export interface IStatus {
   version: string;
   host: IHost;
+  policy: IPolicy;
+  /** The address of the page about an error, with `{code}` instead of its code in lower case. */
+  error_page: string | null;
 }
 
 export interface IGpu {
@@ -152,6 +196,14 @@ export interface IProtectionEvent {
   protected_until: number | null;
 }
 
+export interface IPlanEvent {
+  kind: 'plan';
+  kernel_id: string;
+  /** Null: nothing comes soon, or it has begun. */
+  next: Plan | null;
+  due_in_s: number | null;
+}
+
 export interface IGpuEvent {
   kind: 'gpus';
   at: number;
@@ -159,13 +211,14 @@ export interface IGpuEvent {
   gpu_seconds_freed: number;
 }
 
-export type ServerEvent = IStateEvent | IStepEvent | IFailureEvent | IProtectionEvent | IGpuEvent;
+export type ServerEvent = IStateEvent | IStepEvent | IFailureEvent | IProtectionEvent | IPlanEvent | IGpuEvent;
 
 const KINDS: Record<string, ServerEvent['kind']> = {
   [`${SCHEMAS}kernel_state/v1`]: 'state',
   [`${SCHEMAS}kernel_step/v1`]: 'step',
   [`${SCHEMAS}kernel_failure/v1`]: 'failure',
   [`${SCHEMAS}kernel_protection/v1`]: 'protection',
+  [`${SCHEMAS}kernel_plan/v1`]: 'plan',
   [`${SCHEMAS}gpu_usage/v1`]: 'gpus'
 };
 

@@ -3,7 +3,7 @@
 import { URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
 
-import type { IErrorDetail, IGpus, IImage, IJob, IKernel, IPreflight, IStatus, Verb, When } from './api';
+import type { IErrorDetail, IGpus, IImage, IJob, IKernel, IOutlook, IPreflight, IStatus, Verb, When } from './api';
 
 /** The server refused; what it says is for the user. */
 export class Refused extends Error {
@@ -52,6 +52,11 @@ export class Client {
   /** Keep policies off a kernel for so many seconds; 0 ends that. */
   protect(id: string, seconds: number): Promise<{ protected_until: number | null }> {
     return this.send('POST', ['kernels', id, 'protect'], JSON.stringify({ seconds }));
+  }
+
+  /** Begin the kernel's idleness anew. */
+  keep(id: string): Promise<{ policy: IOutlook | null }> {
+    return this.request('POST', 'kernels', id, 'keep');
   }
 
   gpus(): Promise<IGpus> {

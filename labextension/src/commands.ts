@@ -106,6 +106,23 @@ export function addCommands(context: IContext, notifier: Notifier, current: () =
     }
   });
 
+  commands.addCommand(IDS.keep, {
+    label: trans.__('Keep idle kernel for now'),
+    caption: trans.__('Let the kernel be idle once more for as long as it may be before it is put to sleep'),
+    isEnabled: args => target(args)?.due != null,
+    execute: async args => {
+      const kernel = target(args);
+      if (kernel !== null) {
+        try {
+          await kernels.keep(kernel.id);
+          notifier.kept(kernel);
+        } catch (error) {
+          notifier.stays(kernel, error);
+        }
+      }
+    }
+  });
+
   commands.addCommand(IDS.protect, {
     label: args => {
       if (typeof args.seconds !== 'number') {

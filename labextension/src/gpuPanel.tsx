@@ -1,4 +1,4 @@
-/** The sidebar's panel: each GPU with its memory by kernel, and the kernels without device memory. */
+/** The sidebar's panel: each GPU with its memory by kernel, the kernels without device memory, the last failures. */
 
 import { ReactWidget } from '@jupyterlab/ui-components';
 import { Poll } from '@lumino/polling';
@@ -15,7 +15,7 @@ import { IDS } from './ids';
 import { sum, type KernelModel } from './kernel';
 import { nameOf, pathOf } from './notebooks';
 import type { Notifier } from './notifications';
-import { bytes, duration, phase as word } from './words';
+import { bytes, duration, failed, phase as word } from './words';
 
 export class GpuPanel extends ReactWidget {
   constructor(
@@ -35,16 +35,19 @@ export class GpuPanel extends ReactWidget {
       source.changed.connect(this._renew, this);
     }
     context.services.sessions.runningChanged.connect(this._renew, this);
-    // Without a request: the seconds shown pass.
+    // The seconds shown pass; and no event reports host memory and child processes.
     this._clock = new Poll({
       name: 'gpu-ckpt:clock',
-      factory: () => {
-        this.update();
-        return Promise.resolve();
-      },
+      factory: () => context.kernels.reload().catch(() => context.kernels.doubt()),
       frequency: { interval: 10000, backoff: false },
       standby: () => (this.isVisible ? 'when-hidden' : true)
     });
+  }
+
+  /** Bring the failures of a kernel into sight, and the keyboard to them. */
+  showFailures(kernelId: string): void {
+    this._wanted = kernelId;
+    this.update();
   }
 
   override dispose(): void {
@@ -58,6 +61,18 @@ export class GpuPanel extends ReactWidget {
     void Promise.all([this.gpus.load(), kernels.reload(), services.sessions.refreshRunning()]).catch(() =>
       kernels.doubt()
     );
+  }
+
+  protected override onUpdateRequest(message: Message): void {
+    super.onUpdateRequest(message);
+    void this.renderPromise?.then(() => {
+      const failure = this._wanted && this.node.querySelector<HTMLElement>(`[data-failure="${this._wanted}"]`);
+      if (failure) {
+        this._wanted = '';
+        failure.scrollIntoView({ block: 'nearest' });
+        failure.focus();
+      }
+    });
   }
 
   protected override render(): React.JSX.Element {
@@ -80,9 +95,10 @@ export class GpuPanel extends ReactWidget {
         {others.length > 0 && (
           <section>
             <h3>{gpus.length > 0 ? trans.__('Off the GPUs') : trans.__('Kernels')}</h3>
-            <ul>{others.map(kernel => this._row(kernel, kernel.swappedOut, ''))}</ul>
+            <ul>{others.map(kernel => this._row(kernel, 0, ''))}</ul>
           </section>
         )}
+        {this._failures()}
         {this.gpus.gpuSecondsFreed > 0 && (
           <p className="jp-gpuCkpt-note">
             {trans.__('Freed since the server started: %1 GPU-hours', (this.gpus.gpuSecondsFreed / 3600).toFixed(2))}
@@ -145,7 +161,9 @@ export class GpuPanel extends ReactWidget {
     const path = pathOf(services, kernel.id);
     const facts = [
       word(kernel.phase, trans),
-      deviceBytes > 0 ? bytes(deviceBytes) : '',
+      deviceBytes > 0 ? trans.__('%1 on the GPU', bytes(deviceBytes)) : '',
+      kernel.swappedOut > 0 ? trans.__('%1 off the GPU', bytes(kernel.swappedOut)) : '',
+      kernel.hostBytes ? trans.__('%1 of host memory', bytes(kernel.hostBytes)) : '',
       awake ? this._idle(kernel.id) : this._for(kernel)
     ];
     const icon = phaseIcon(kernel.phase);
@@ -173,7 +191,59 @@ export class GpuPanel extends ReactWidget {
         >
           {awake ? (deviceBytes > 0 ? trans.__('Suspend') : trans.__('Checkpoint')) : trans.__('Wake')}
         </button>
+        {kernel.children.length > 0 && (
+          <details className="jp-gpuCkpt-children">
+            <summary>{trans._n('%1 child process', '%1 child processes', kernel.children.length)}</summary>
+            <ul>
+              {kernel.children.map(child => (
+                <li key={child.pid}>
+                  <code title={child.command}>{child.command}</code> {bytes(child.bytes)}
+                </li>
+              ))}
+            </ul>
+          </details>
+        )}
       </li>
+    );
+  }
+
+  /** The last failures of all kernels, newest first, each with what helps. */
+  private _failures(): React.JSX.Element | null {
+    const { host, kernels, services, trans } = this.context;
+    const all = [...kernels].flatMap(({ id, failures }) => failures.map(failure => ({ id, failure })));
+    if (all.length === 0) {
+      return null;
+    }
+    all.sort((a, b) => b.failure.at - a.failure.at);
+    return (
+      <section className="jp-gpuCkpt-failures" aria-label={trans.__('Last failures')}>
+        <h3>{trans.__('Last failures')}</h3>
+        <ul>
+          {all.map(({ id, failure: { verb, code, message, hint, left, at } }) => {
+            const page = host.errorPage(code);
+            const ago = duration(Math.max(0, Date.now() / 1000 - at));
+            return (
+              <li key={`${id} ${at}`} data-failure={id} tabIndex={-1}>
+                <strong>{failed(verb, nameOf(services, id), trans)}</strong>
+                <p>{message}</p>
+                {hint && <p>{hint}</p>}
+                {left && <p>{trans.__('Left behind: %1.', left)}</p>}
+                <p className="jp-gpuCkpt-note">
+                  {code !== '' &&
+                    (page === null ? (
+                      <code>{code}</code>
+                    ) : (
+                      <a href={page} target="_blank" rel="noreferrer" title={trans.__('What this error means')}>
+                        {code}
+                      </a>
+                    ))}{' '}
+                  {trans.__('%1 ago', ago)}
+                </p>
+              </li>
+            );
+          })}
+        </ul>
+      </section>
     );
   }
 
@@ -206,6 +276,8 @@ export class GpuPanel extends ReactWidget {
   }
 
   private readonly _clock: Poll;
+  /** The kernel whose failures are to come into sight. */
+  private _wanted = '';
 }
 
 /** How many colours style/base.css has for the shares of a bar. */

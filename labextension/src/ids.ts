@@ -6,5 +6,6 @@ export const IDS = {
   wake: 'gpu-ckpt:wake',
   protect: 'gpu-ckpt:protect',
   explain: 'gpu-ckpt:explain',
-  stay: 'gpu-ckpt:stay'
+  stay: 'gpu-ckpt:stay',
+  keep: 'gpu-ckpt:keep'
 } as const;

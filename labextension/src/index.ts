@@ -18,6 +18,7 @@ import { GpuPanel } from './gpuPanel';
 import { Gpus } from './gpus';
 import { Host } from './host';
 import { IDS } from './ids';
+import { introduce } from './introduction';
 import { Kernels } from './kernels';
 import { NotebookKernels } from './notebooks';
 import { Notifier } from './notifications';
@@ -47,7 +48,11 @@ function activate(
   const host = new Host(client);
   const gpus = new Gpus(client);
   const context: IContext = { client, commands: app.commands, host, kernels, preferences, services, trans };
-  const notifier = new Notifier(context);
+  const notifier = new Notifier(context, kernelId => {
+    addPanel();
+    app.shell.activateById(panel.id);
+    panel.showFailures(kernelId);
+  });
 
   if (settings !== null) {
     preferences
@@ -77,7 +82,7 @@ function activate(
 
   if (palette !== null) {
     const category = trans.__('Sleeping kernels');
-    for (const command of [IDS.checkpoint, IDS.suspend, IDS.wake, IDS.stay, IDS.explain]) {
+    for (const command of [IDS.checkpoint, IDS.suspend, IDS.wake, IDS.stay, IDS.keep, IDS.explain]) {
       palette.addItem({ command, category });
     }
     for (const seconds of PROTECTIONS) {
@@ -108,15 +113,23 @@ function activate(
   running?.add(new Sleepers(context));
 
   const panel = new GpuPanel(context, notifier, gpus);
-  const showPanel = () => {
-    if (preferences.values.showGpuPanel && !panel.isAttached) {
+  const addPanel = () => {
+    if (!panel.isAttached) {
       app.shell.add(panel, 'right', { rank: 600, type: 'GPU' });
-    } else if (!preferences.values.showGpuPanel) {
+    }
+  };
+  const showPanel = () => {
+    if (preferences.values.showGpuPanel) {
+      addPanel();
+    } else {
       panel.parent = null;
     }
   };
   preferences.changed.connect(showPanel);
-  void app.started.then(showPanel);
+  void app.started.then(() => {
+    showPanel();
+    introduce(context);
+  });
 }
 
 const plugin: JupyterFrontEndPlugin<void> = {

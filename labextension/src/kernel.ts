@@ -1,6 +1,6 @@
 /** Facts about one kernel: its document, moved on by the server's events. */
 
-import type { IFailure, IJob, IKernel, IOutlook, ServerEvent, State, Verb } from './api';
+import type { IChild, IFailure, IJob, IKernel, IOutlook, IRecord, Plan, ServerEvent, State, Verb } from './api';
 
 /** The state shown to the user; `plain`: a kernel that cannot be checkpointed. */
 export type Phase =
@@ -11,8 +11,12 @@ const PHASES: Record<State, Phase> = {
   running: 'running',
   suspending: 'suspending',
   suspended: 'suspended',
+  // It runs cells; only their calls of CUDA wait.
+  yielding: 'running',
+  off_gpu: 'running',
   resuming: 'waking',
   dumping: 'checkpointing',
+  saving: 'running',
   checkpointed: 'checkpointed',
   restoring: 'waking',
   dead: 'dead'
@@ -55,15 +59,25 @@ export class KernelModel {
   since: number | null = null;
   /** Device memory in use now; null where it is unknown. */
   deviceBytes: number | null = null;
+  /** Host memory, that of child processes included; null where it is unknown. */
+  hostBytes: number | null = null;
+  children: IChild[] = [];
   /** Device memory that is off the GPUs. */
   swappedOut = 0;
   progress: IProgress | null = null;
   failure: IFailure | null = null;
   policy: IOutlook | null = null;
+  /** What the idle policy does soon, and when (seconds since the epoch); null: nothing soon. */
+  due: { plan: Plan; at: number } | null = null;
   /** A verb that was requested here and that the server has not begun yet. */
   requested: Verb | null = null;
   /** The job that suspends or checkpoints the kernel when its cells have finished. */
   waiting: IJob | null = null;
+
+  /** The last failures, newest first: the server's, and refusals that only this page has heard of. */
+  get failures(): IRecord[] {
+    return [...this._recorded, ...this._refusals].sort((a, b) => b.at - a.at);
+  }
 
   get phase(): Phase {
     if (this.requested !== null) {
@@ -88,7 +102,7 @@ export class KernelModel {
   }
 
   /** Apply the server's document.  One that was requested before an event came may be older than it. */
-  load(document: IKernel): void {
+  load(document: IKernel, now: number): void {
     this.name = document.name;
     this.state = document.state;
     this.checkpointable = document.checkpointable;
@@ -97,20 +111,41 @@ export class KernelModel {
     this.since = document.since;
     this.swappedOut = document.device_bytes_swapped_out;
     this.failure = document.failure;
-    this.policy = document.policy;
+    this._recorded = document.failures;
+    this.plan(document.policy, now);
     this.waiting = document.job?.status === 'waiting' ? document.job : null;
     if (document.device_bytes !== undefined) {
       this.deviceBytes = document.device_bytes && sum(document.device_bytes);
+    }
+    if (document.host_bytes !== undefined) {
+      this.hostBytes = document.host_bytes;
+      this.children = document.children ?? [];
     }
     if (document.progress === null) {
       this.progress = null;
     }
   }
 
+  /** What the idle policy will do, as the server says at `now` (seconds). */
+  plan(policy: IOutlook | null, now: number): void {
+    this.policy = policy;
+    this.due =
+      policy?.imminent && policy.next !== null && policy.next_in_s !== null
+        ? { plan: policy.next, at: now + policy.next_in_s }
+        : null;
+  }
+
+  /** Remember a failure that the server does not: a request that it refused. */
+  refuse(failure: IRecord): void {
+    const others = this._refusals.filter(({ verb, code }) => verb !== failure.verb || code !== failure.code);
+    this._refusals = [failure, ...others].slice(0, REMEMBERED);
+  }
+
   /** No policy touches the kernel until then; null: it may.  Both in seconds. */
   protect(until: number | null, now: number): void {
-    const none: IOutlook = { idle_s: 0, under_way: null, next: null, next_in_s: null, protected_s: 0 };
+    const none = { idle_s: 0, under_way: null, next: null, next_in_s: null, imminent: false, protected_s: 0 };
     this.policy = { ...(this.policy ?? none), protected_s: until === null ? 0 : Math.max(0, until - now) };
+    this.due = until === null ? this.due : null;
   }
 
   /** Move on by an event at `now` (seconds); what ended with it, if something did. */
@@ -122,7 +157,7 @@ export class KernelModel {
         this.since = now;
         this.image = event.image;
         this.checkpointable = true;
-        this.requested = this.waiting = null;
+        this.requested = this.waiting = this.due = null;
         const verb = VERBS[event.state];
         if (verb !== undefined) {
           this.progress = { verb, step: '', fraction: 0, bytes: null, expected: 0, began: now };
@@ -155,6 +190,10 @@ export class KernelModel {
       case 'protection':
         this.protect(event.protected_until, now);
         return null;
+      case 'plan':
+        this.due =
+          event.next !== null && event.due_in_s !== null ? { plan: event.next, at: now + event.due_in_s } : null;
+        return null;
       case 'gpus':
         if (this.checkpointable && this.state === 'running') {
           this.deviceBytes = event.gpus.reduce((bytes, gpu) => bytes + (gpu.kernels[this.id] ?? 0), 0);
@@ -162,7 +201,13 @@ export class KernelModel {
         return null;
     }
   }
+
+  private _recorded: IRecord[] = [];
+  private _refusals: IRecord[] = [];
 }
+
+/** How many refusals a page remembers of a kernel; the server remembers as many failures. */
+const REMEMBERED = 5;
 
 const VERBS: Partial<Record<State, Verb>> = {
   suspending: 'suspend',

@@ -10,7 +10,7 @@
 import { Poll } from '@lumino/polling';
 import { type ISignal, Signal } from '@lumino/signaling';
 
-import type { IJob, IKernel, ServerEvent, Verb, When } from './api';
+import type { IJob, IKernel, IOutlook, IRecord, ServerEvent, Verb, When } from './api';
 import { type IOutcome, KernelModel } from './kernel';
 
 /** The part of the REST client that is needed here. */
@@ -20,6 +20,7 @@ export interface IKernelSource {
   begin(id: string, verb: Verb, when: When): Promise<IJob>;
   cancel(job: string): Promise<IJob>;
   job(id: string): Promise<IJob>;
+  keep(id: string): Promise<{ policy: IOutlook | null }>;
 }
 
 /** A verb ended. */
@@ -103,7 +104,7 @@ export class Kernels {
       const document = await this.source.kernel(id);
       const model = this._models.get(id);
       if (model !== undefined && this._events.get(id) === before) {
-        model.load(document);
+        model.load(document, this._now() / 1000);
         this._attend(model);
         this._changed.emit(model);
       } else if (model !== undefined) {
@@ -142,7 +143,7 @@ export class Kernels {
       }
       const model = this._models.get(document.id) ?? new KernelModel(document.id);
       this._models.set(document.id, model);
-      model.load(document);
+      model.load(document, this._now() / 1000);
       this._attend(model);
     }
     this._changed.emit(null);
@@ -190,6 +191,21 @@ export class Kernels {
     }
   }
 
+  /** Keep the kernel for one more time of idleness.  Throws the client's errors. */
+  async keep(id: string): Promise<void> {
+    const { policy } = await this.source.keep(id);
+    const model = this.get(id);
+    model.plan(policy, this._now() / 1000);
+    this._changed.emit(model);
+  }
+
+  /** Remember that the server refused something. */
+  refused(id: string, failure: Omit<IRecord, 'at'>): void {
+    const model = this.get(id);
+    model.refuse({ ...failure, at: this._now() / 1000 });
+    this._changed.emit(model);
+  }
+
   /** Put what the server said of a protection where the document would have it. */
   protected(id: string, until: number | null): void {
     const model = this.get(id);
@@ -204,6 +220,11 @@ export class Kernels {
    * Its last step is done only after the outputs begin, so several requests may be needed.
    */
   async heard(id: string): Promise<void> {
+    const used = this._models.get(id);
+    if (used?.due) {
+      used.due = null; // the policy notices that a moment later
+      this._changed.emit(used);
+    }
     const missed = (model = this._models.get(id)) => model?.asleep && (model.resting || this.doubtful);
     if (!missed() || this._heard.has(id)) {
       return;
@@ -238,7 +259,10 @@ export class Kernels {
     const outcome = model.receive(event, now);
     this._attend(model);
     this._changed.emit(model);
-    if (outcome !== null) {
+    if (outcome?.failure) {
+      // The event has the error's code and hint; only the document has its text.
+      void this.load(model.id).then(() => this._ended.emit({ kernel: model, outcome }));
+    } else if (outcome !== null) {
       this._ended.emit({ kernel: model, outcome });
     }
     if (event.kind === 'state' && event.state === 'dead') {
@@ -285,13 +309,13 @@ export class Kernels {
       model.requested = null;
       if (job.error !== null) {
         const failure = { verb, step: '', ...job.error };
-        this._changed.emit(model);
+        this.refused(id, failure);
         this._ended.emit({ kernel: model, outcome: { verb, seconds: 0, freed: 0, failure } });
       } else {
         this.doubt();
       }
     };
-    setTimeout(() => look().catch(() => this.doubt()), SETTLED);
+    setTimeout(() => void look().catch(() => this.doubt()), SETTLED);
   }
 
   /** Request the kernel if nothing is heard of it while a verb is under way, or waits. */

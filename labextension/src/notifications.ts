@@ -1,6 +1,6 @@
 /** Shows how far a verb is if it takes long, and how it ended. */
 
-import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
+import { Notification } from '@jupyterlab/apputils';
 
 import { BUSY, type IFailure, type Verb } from './api';
 import { Refused } from './client';
@@ -9,7 +9,7 @@ import { IDS } from './ids';
 import type { IProgress, KernelModel } from './kernel';
 import type { IEnded, Kernels } from './kernels';
 import { nameOf } from './notebooks';
-import { bytes, doing, duration, failure as brief, step } from './words';
+import { bytes, doing, duration, failed, failure as brief, step } from './words';
 
 /** Milliseconds that a verb may take before it is worth a notification. */
 const LONG = 1000;
@@ -40,7 +40,11 @@ function isClosed({ id, at }: IShown): boolean {
 }
 
 export class Notifier {
-  constructor(private readonly context: IContext) {
+  /** `details` shows the failures of a kernel. */
+  constructor(
+    private readonly context: IContext,
+    private readonly details: (kernelId: string) => void
+  ) {
     context.kernels.changed.connect(this._follow, this);
     context.kernels.ended.connect(this._end, this);
   }
@@ -49,7 +53,10 @@ export class Notifier {
   refused(kernel: KernelModel, verb: Verb, error: unknown): void {
     const detail = error instanceof Refused ? error.detail : null;
     const { code = '', hint = '', left = '' } = detail ?? {};
-    this._fail(kernel, { verb, step: '', code, hint, left }, (error as Error).message);
+    const failure = { verb, step: '', code, hint, left };
+    const { message } = error as Error;
+    this.context.kernels.refused(kernel.id, { ...failure, message });
+    this._fail(kernel, failure, message);
   }
 
   /** Notify that the kernel sleeps when its cells have finished. */
@@ -84,6 +91,20 @@ export class Notifier {
         seconds > 0
           ? trans.__('%1 is protected from idle policies for %2.', name, duration(seconds))
           : trans.__('%1 is not protected any more.', name);
+      Notification.info(text, { autoClose: 4000 });
+    }
+  }
+
+  /** The kernel is kept for one more time of idleness. */
+  kept(kernel: KernelModel): void {
+    const { preferences, services, trans } = this.context;
+    if (preferences.values.notifications === 'all') {
+      const name = nameOf(services, kernel.id);
+      const rest = kernel.policy?.next_in_s;
+      const text =
+        rest == null
+          ? trans.__('%1 stays awake.', name)
+          : trans.__('%1 stays awake, for %2 if nothing uses it.', name, duration(rest));
       Notification.info(text, { autoClose: 4000 });
     }
   }
@@ -158,7 +179,9 @@ export class Notifier {
   private _end(_: Kernels, { kernel, outcome }: IEnded): void {
     const long = this._clear(kernel.id);
     if (outcome.failure !== null) {
-      void this._explainFailure(kernel, outcome.failure);
+      const { verb, code } = outcome.failure;
+      const known = kernel.failures.find(failure => failure.verb === verb && failure.code === code);
+      this._fail(kernel, outcome.failure, known?.message ?? code);
       return;
     }
     this._dismissFailure(kernel.id);
@@ -185,48 +208,16 @@ export class Notifier {
     }
   }
 
-  /** The event has the error's code and hint; only the reply to the verb's request has its text. */
-  private async _explainFailure(kernel: KernelModel, failure: IFailure): Promise<void> {
-    let cause = failure.code;
-    try {
-      const { client } = this.context;
-      let { job } = await client.kernel(kernel.id);
-      // The event is a moment ahead of the job's end.
-      for (let looks = 0; job?.verb === failure.verb && job.status === 'running' && looks < 5; looks++) {
-        await new Promise(resolve => setTimeout(resolve, 200));
-        job = await client.job(job.id);
-      }
-      if (job?.verb === failure.verb && job.error !== null) {
-        cause = job.error.message;
-      }
-    } catch {
-      // The code will have to do.
-    }
-    this._fail(kernel, failure, cause);
-  }
-
-  private _fail(kernel: KernelModel, { verb, code, hint, left }: IFailure, cause: string): void {
+  private _fail(kernel: KernelModel, { verb, code, hint }: IFailure, cause: string): void {
     const { commands, preferences, services, trans } = this.context;
     if (preferences.values.notifications === 'none') {
       return;
     }
     const name = nameOf(services, kernel.id);
     const lost = kernel.state === 'dead';
-    let what = trans.__('%1 could not be woken.', name);
-    if (verb === 'suspend') {
-      what = trans.__('%1 was not suspended.', name);
-    } else if (verb === 'checkpoint') {
-      what = trans.__('%1 was not put to sleep.', name);
-    }
+    const what = failed(verb, name, trans);
     const fate = lost ? trans.__('The kernel is gone.') : trans.__('Nothing was lost.');
-    const details = async () => {
-      await showDialog({
-        title: what,
-        body: [cause, hint, left ? trans.__('Left behind: %1.', left) : '', fate].filter(Boolean).join('\n\n'),
-        buttons: [Dialog.okButton({ label: trans.__('Close') })]
-      });
-    };
-    const actions: Notification.IAction[] = [{ label: trans.__('Details'), callback: () => void details() }];
+    const actions: Notification.IAction[] = [{ label: trans.__('Details'), callback: () => this.details(kernel.id) }];
     const waits = code === BUSY && (verb === 'suspend' || verb === 'checkpoint');
     if (waits) {
       const later = () => void commands.execute(IDS[verb], { kernelId: kernel.id, when: 'idle' });

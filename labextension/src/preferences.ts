@@ -11,6 +11,7 @@ export interface ISettings {
   confirmCheckpoint: boolean;
   confirmFreeMemory: boolean;
   pollHidden: boolean;
+  introduction: boolean;
 }
 
 export class Preferences {
@@ -21,7 +22,8 @@ export class Preferences {
     notifications: 'all',
     confirmCheckpoint: false,
     confirmFreeMemory: true,
-    pollHidden: false
+    pollHidden: false,
+    introduction: true
   };
 
   get changed(): ISignal<this, void> {
@@ -30,7 +32,7 @@ export class Preferences {
 
   /** Follow the settings of `plugin`; without them the defaults stay. */
   async load(registry: ISettingRegistry, plugin: string): Promise<void> {
-    const settings = await registry.load(plugin);
+    const settings = (this._settings = await registry.load(plugin));
     const update = () => {
       this.values = { ...this.values, ...(settings.composite as unknown as ISettings) };
       this._changed.emit();
@@ -39,5 +41,16 @@ export class Preferences {
     update();
   }
 
+  /** Whether the user's own settings are known, and can be changed. */
+  get loaded(): boolean {
+    return this._settings !== null;
+  }
+
+  /** Change a setting for good. */
+  async set<K extends keyof ISettings>(name: K, value: ISettings[K]): Promise<void> {
+    await this._settings?.set(name, value);
+  }
+
+  private _settings: ISettingRegistry.ISettings | null = null;
   private readonly _changed = new Signal<this, void>(this);
 }

@@ -2,7 +2,7 @@
 
 import type { TranslationBundle } from '@jupyterlab/translation';
 
-import type { Verb } from './api';
+import type { Plan, Verb } from './api';
 import type { KernelModel, Phase } from './kernel';
 
 const UNITS = ['B', 'KiB', 'MiB', 'GiB', 'TiB'];
@@ -29,6 +29,12 @@ export function duration(seconds: number): string {
     return `${(seconds / 60).toFixed(0)} min`;
   }
   return seconds < 172800 ? `${(seconds / 3600).toFixed(0)} h` : `${(seconds / 86400).toFixed(0)} d`;
+}
+
+/** `0:45`: whole seconds that are left. */
+export function countdown(seconds: number): string {
+  const left = Math.max(0, Math.ceil(seconds));
+  return `${Math.floor(left / 60)}:${String(left % 60).padStart(2, '0')}`;
 }
 
 /** The state of a kernel, in one or two words. */
@@ -62,6 +68,18 @@ export function doing(verb: Verb, notebook: string, trans: TranslationBundle): s
       return trans.__('Checkpointing %1', notebook);
     default:
       return trans.__('Waking %1', notebook);
+  }
+}
+
+/** That a verb failed. */
+export function failed(verb: Verb, notebook: string, trans: TranslationBundle): string {
+  switch (verb) {
+    case 'suspend':
+      return trans.__('%1 was not suspended.', notebook);
+    case 'checkpoint':
+      return trans.__('%1 was not put to sleep.', notebook);
+    default:
+      return trans.__('%1 could not be woken.', notebook);
   }
 }
 
@@ -111,12 +129,21 @@ export function cut(text: string, length: number): string {
   return end < 16 ? '' : `${text.slice(0, end)}…`;
 }
 
-/** The status bar's text, and the effect of a click; null where there is no text. */
+/** The status bar's text, the effect of a click, and its name where the text has to end with it. */
+export interface IStatusText {
+  text: string;
+  title: string;
+  does: 'wake' | 'stay' | 'keep' | null;
+  offer?: string;
+}
+
+/** What the status bar says of a kernel at `now` (seconds since the epoch); null: nothing. */
 export function status(
   kernel: KernelModel,
   notebook: string,
-  trans: TranslationBundle
-): { text: string; title: string; does: 'wake' | 'stay' | null } | null {
+  trans: TranslationBundle,
+  now: number
+): IStatusText | null {
   if (kernel.resting) {
     const title = trans.__('The kernel of %1 is asleep. Wake it now; the next cell does that, too.', notebook);
     return { text: trans.__('Kernel asleep'), title, does: 'wake' };
@@ -135,13 +162,22 @@ export function status(
       break;
     default: {
       if (kernel.waiting === null) {
-        return null;
+        return kernel.phase === 'running' && kernel.due !== null ? leaves(kernel.due, notebook, trans, now) : null;
       }
       const title = trans.__('The kernel of %1 sleeps when its cells have finished. Click to keep it awake.', notebook);
       return { text: trans.__('Kernel sleeps after this cell'), title, does: 'stay' };
     }
   }
   return { text, title: `${notebook}: ${text}`, does: null };
+}
+
+function leaves(due: { plan: Plan; at: number }, notebook: string, trans: TranslationBundle, now: number): IStatusText {
+  const title =
+    due.plan === 'suspend'
+      ? trans.__('The kernel of %1 is idle and leaves the GPU soon. Click to keep it for now.', notebook)
+      : trans.__('The kernel of %1 is idle and goes to sleep soon. Click to keep it for now.', notebook);
+  const text = trans.__('sleeps in %1', countdown(due.at - now));
+  return { text, title, does: 'keep', offer: trans.__('keep it') };
 }
 
 /** The badge's text; may be empty. */

@@ -13,6 +13,7 @@ export function kernelDocument(id: string, more: Partial<IKernel> = {}): IKernel
     device_bytes_swapped_out: 0,
     progress: null,
     failure: null,
+    failures: [],
     job: null,
     policy: null,
     ...more

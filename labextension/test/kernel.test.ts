@@ -24,7 +24,7 @@ function step(fraction: number, more: Partial<IStepEvent> = {}): IStepEvent {
 
 function running(): KernelModel {
   const model = new KernelModel('k');
-  model.load(DOCUMENT);
+  model.load(DOCUMENT, 0);
   return model;
 }
 
@@ -39,13 +39,13 @@ test('a document says what the kernel is and holds', () => {
 
 test('a kernel that cannot be checkpointed is plain whatever its state', () => {
   const model = new KernelModel('k');
-  model.load({ ...DOCUMENT, checkpointable: false });
+  model.load({ ...DOCUMENT, checkpointable: false }, 0);
   expect(model.phase).toBe('plain');
 });
 
 test('where nobody can tell what it holds nothing is said', () => {
   const model = new KernelModel('k');
-  model.load({ ...DOCUMENT, device_bytes: null });
+  model.load({ ...DOCUMENT, device_bytes: null }, 0);
   expect(model.deviceBytes).toBeNull();
 });
 
@@ -53,7 +53,7 @@ test('a listing, which does not say what it holds, leaves what is known', () => 
   const model = running();
   const listed = { ...DOCUMENT };
   delete listed.device_bytes;
-  model.load(listed);
+  model.load(listed, 0);
   expect(model.deviceBytes).toBe(400);
 });
 
@@ -130,4 +130,43 @@ test('what a running kernel holds follows the GPUs', () => {
 test('events of others are not ours', () => {
   expect(parseEvent({ schema_id: 'https://events.jupyter.org/jupyter_server/contents_service/v1' })).toBeNull();
   expect(parseEvent({ schema_id: 'https://events.jupyter.org/jupyter_gpu_ckpt/kernel_state/v1' })?.kind).toBe('state');
+});
+
+test('what the policy does soon is counted down from the document or an event, until something else happens', () => {
+  const model = running();
+  const policy = { idle_s: 9, under_way: null, next: 'suspend' as const, next_in_s: 30, protected_s: 0 };
+  model.load({ ...DOCUMENT, policy: { ...policy, imminent: false } }, 100);
+  expect(model.due).toBeNull();
+  model.load({ ...DOCUMENT, policy: { ...policy, imminent: true } }, 100);
+  expect(model.due).toEqual({ plan: 'suspend', at: 130 });
+  const soon = { kind: 'plan' as const, kernel_id: 'k', next: 'checkpoint' as const, due_in_s: 45 };
+  expect(model.receive(soon, 110)).toBeNull();
+  expect(model.due).toEqual({ plan: 'checkpoint', at: 155 });
+  model.receive({ ...soon, next: null, due_in_s: null }, 111);
+  expect(model.due).toBeNull();
+  model.receive(soon, 112);
+  model.receive(state('suspending', 'running'), 113);
+  expect(model.due).toBeNull();
+  model.receive(soon, 114);
+  model.receive({ kind: 'protection', kernel_id: 'k', protected_until: 7000 }, 115);
+  expect(model.due).toBeNull();
+});
+
+test('the last failures are the server’s and what only this page was refused, each once, newest first', () => {
+  const model = running();
+  const failure = { verb: 'checkpoint' as const, step: '', code: 'NOT_NOW', hint: '', left: '', message: 'no', at: 5 };
+  model.load({ ...DOCUMENT, failures: [{ ...failure, code: 'CRIU_FAILED', at: 6 }] }, 7);
+  model.refuse(failure);
+  model.refuse({ ...failure, at: 8 });
+  for (let at = 10; at < 20; at++) {
+    model.refuse({ ...failure, code: `C${at}`, at });
+  }
+  expect(model.failures.map(({ code }) => code)).toEqual(['C19', 'C18', 'C17', 'C16', 'C15', 'CRIU_FAILED']);
+});
+
+test('host memory and child processes are as the last document that has them says', () => {
+  const model = running();
+  model.load({ ...DOCUMENT, host_bytes: 7, children: [{ pid: 1, command: 'sleep', bytes: 2 }] }, 0);
+  model.load(DOCUMENT, 1);
+  expect([model.hostBytes, model.children.length]).toEqual([7, 1]);
 });

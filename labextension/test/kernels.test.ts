@@ -40,6 +40,12 @@ class Server implements IKernelSource {
     return this.fail ? Promise.reject(this.fail) : Promise.resolve({ ...this.job_, status: 'cancelled' });
   }
 
+  keep(id: string): Promise<{ policy: IKernel['policy'] }> {
+    this.requested.push(`keep ${id}`);
+    const policy = { idle_s: 0, under_way: null, next: null, next_in_s: null, imminent: false, protected_s: 0 };
+    return this.fail ? Promise.reject(this.fail) : Promise.resolve({ policy });
+  }
+
   job(): Promise<IJob> {
     this.requested.push('job');
     return Promise.resolve(this.job_);
@@ -290,4 +296,27 @@ describe('a kernel that prints', () => {
     await pass(60_000);
     expect(server.requested.length).toBeLessThanOrEqual(20);
   });
+});
+
+test('a kernel that is kept, or prints something, is not counted down any more', async () => {
+  await kernels.load('a');
+  const model = kernels.get('a');
+  const soon = { kind: 'plan' as const, kernel_id: 'a', next: 'suspend' as const, due_in_s: 45 };
+  kernels.receive(soon);
+  expect(model.due).not.toBeNull();
+  await kernels.keep('a');
+  expect([model.due, server.requested.includes('keep a')]).toEqual([null, true]);
+  kernels.receive(soon);
+  await kernels.heard('a');
+  expect(model.due).toBeNull();
+});
+
+test('a failure is reported once its text is known', async () => {
+  await kernels.reload();
+  const failure = { verb: 'checkpoint' as const, step: 'dump', code: 'CRIU_FAILED', hint: 'Try again.', left: '' };
+  server.there.set('a', kernelDocument('a', { failures: [{ ...failure, message: 'CRIU failed.', at: 1 }] }));
+  kernels.receive({ kind: 'failure', kernel_id: 'a', ...failure });
+  expect(ended).toEqual([]);
+  await jest.advanceTimersByTimeAsync(0);
+  expect(ended.map(({ kernel }) => kernel.failures[0]?.message)).toEqual(['CRIU failed.']);
 });

@@ -41,16 +41,30 @@ test('the steps of a kernel without device memory do not speak of a GPU', () => 
 
 test('the status bar speaks of a kernel that sleeps, moves or is about to, and of no other', () => {
   const model = new KernelModel('k');
-  const status = () => words.status(model, 'train.ipynb', trans);
+  const status = () => words.status(model, 'train.ipynb', trans, 0);
   expect(status()).toBeNull();
-  model.load(kernelDocument('k'));
+  model.load(kernelDocument('k'), 0);
   expect(status()).toBeNull();
-  model.load(kernelDocument('k', { state: 'checkpointed' }));
+  model.load(kernelDocument('k', { state: 'checkpointed' }), 0);
   expect(status()).toMatchObject({ text: 'Kernel asleep', does: 'wake' });
   model.requested = 'restore';
   expect(status()).toMatchObject({ text: 'Waking kernel, 0 %', does: null });
   model.requested = null;
   const job = { id: 'j', kernel_id: 'k', verb: 'checkpoint' as const, started: 0, ended: null, error: null };
-  model.load(kernelDocument('k', { job: { ...job, status: 'waiting' } }));
+  model.load(kernelDocument('k', { job: { ...job, status: 'waiting' } }), 0);
   expect(status()).toMatchObject({ text: 'Kernel sleeps after this cell', does: 'stay' });
+});
+
+test('a countdown is in whole seconds, never below none', () => {
+  expect([45, 44.2, 61, 3600, 0.1, -5].map(words.countdown)).toEqual(['0:45', '0:45', '1:01', '60:00', '0:01', '0:00']);
+});
+
+test('the status bar counts down while an idle kernel runs, and offers to keep it', () => {
+  const model = new KernelModel('k');
+  model.load(kernelDocument('k'), 0);
+  model.due = { plan: 'suspend', at: 100 };
+  const said = words.status(model, 'train.ipynb', trans, 55);
+  expect(said).toMatchObject({ text: 'sleeps in 0:45', offer: 'keep it', does: 'keep' });
+  model.load(kernelDocument('k', { state: 'suspended' }), 0);
+  expect(words.status(model, 'train.ipynb', trans, 55)).toMatchObject({ does: 'wake' });
 });

@@ -20,6 +20,7 @@ from limits import MISSED
 HERE = Path(__file__).resolve().parent
 SCRIPTS = (
     "kernel.py",
+    "save_points.py",
     "children.py",
     "criu.py",
     "tree.py",

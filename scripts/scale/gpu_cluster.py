@@ -128,24 +128,30 @@ class Cluster:
                 came = kernel is not None
             else:
                 came = yield self.env.process(self._wanted(kernel))
+            if came and kernel is not None:
+                came = yield from self._compute(kernel, cell, counted)
             if not came or kernel is None:
                 self._note_wake(self.env.now - self.plan.habits.patience, self.plan.habits.patience, "gave up")
                 if counted:
                     self.result.turned_away += 1
                     self.result.not_computed += sum(each.seconds for each in session.cells[number:])
                 return kernel
-            yield from self._compute(kernel, cell, counted)
         if session.shuts_down and kernel is not None:
             yield from self._shut_down(kernel)
             return None
         return kernel
 
-    def _compute(self, kernel: Kernel, cell: Cell, counted: bool) -> Process:
+    def _compute(self, kernel: Kernel, cell: Cell, counted: bool) -> Generator[simpy.Event, Any, bool]:
+        """Run a cell: whether its author has not given up."""
         assert kernel.gpu is not None
         kernel.working = True
         self._turn(kernel, Use.COMPUTING)
         yield self.env.timeout(cell.seconds)
         self._turn(kernel, Use.IDLE)
+        self._count_cell(kernel, cell, counted)
+        return True
+
+    def _count_cell(self, kernel: Kernel, cell: Cell, counted: bool) -> None:
         kernel.working, kernel.last_activity = False, self.env.now
         kernel.computed += cell.seconds
         if counted:

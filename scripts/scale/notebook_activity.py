@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from move_costs import GIB
@@ -105,6 +106,13 @@ def _session(midnight: float, rng: random.Random, habits: Habits) -> Session:
     count = max(1, round(rng.lognormvariate(math.log(habits.cells_median), habits.cells_sigma)))
     gaps = [0.0, *(_gap(rng, habits) for _ in range(count - 1))]
     return Session(start, tuple(Cell(gap, _cell(rng, habits)) for gap in gaps), rng.random() < habits.shuts_down)
+
+
+def endless(rng: random.Random, habits: Habits | None = None) -> Iterator[Cell]:
+    """Cells of somebody who never goes home."""
+    chosen = habits or Habits()
+    while True:
+        yield Cell(_gap(rng, chosen), _cell(rng, chosen))
 
 
 def _cell(rng: random.Random, habits: Habits) -> float:

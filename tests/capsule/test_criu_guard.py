@@ -444,6 +444,45 @@ def test_a_process_of_one_thread_does_not_notice_that_it_was_stopped():
             process.kill()
 
 
+#: Counts calls of its handler, and of sem_wait(3) that were interrupted by it, which no thread but the first may see.
+INTERRUPTED = """
+import ctypes, signal, sys, threading
+
+libc, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(32)
+libc.sem_init(semaphore, 0, 0)
+called, interrupted = [], []
+signal.signal(signal.SIGALRM, lambda *_: called.append(1))
+
+def wait():
+    while True:
+        interrupted.append(libc.sem_wait(semaphore))
+
+for _ in range(8):
+    threading.Thread(target=wait, daemon=True).start()
+print(flush=True)
+for _ in sys.stdin:
+    print(len(called), len(interrupted), flush=True)
+"""
+
+
+def test_a_signal_that_comes_during_a_stop_is_the_main_thread_s():
+    """Other threads sleep on, as they would have if the process had run."""
+    command = [sys.executable, "-I", "-S", "-c", INTERRUPTED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            process.stdout.readline()
+            pid = process.pid
+            until(lambda: {procfs.stat(pid, tid).state for tid in procfs.threads(pid)} == {"S"}, "all threads wait")
+            for number in range(1, 21):
+                criu_guard.stop(pid, time.monotonic() + 10)
+                os.kill(pid, signal.SIGALRM)
+                criu_guard.resume(pid)
+                print(file=process.stdin, flush=True)
+                assert process.stdout.readline() == f"{number} 0\n"
+        finally:
+            process.kill()
+
+
 def test_all_are_back_in_their_stop_when_criu_begins(monkeypatch, tmp_path):
     """Changes for a dump are made by a tracer, which lets a process go on to its stop a moment later."""
 
@@ -466,7 +505,7 @@ def test_all_are_back_in_their_stop_when_criu_begins(monkeypatch, tmp_path):
         job=None, rootless=False, pipes=[], watched_files=None, inherited_files={}, number=1, fork=fork
     )
     under_test.guard = lambda: CriuGuard(process.pid, time.monotonic() + 60)
-    under_test.take_inherited_files = lambda guard: init.Init.take_inherited_files(under_test, guard)
+    under_test.replace_inherited_files = lambda guard: init.Init.replace_inherited_files(under_test, guard)
     output = str(tmp_path / "output")
     try:
         init.Init.run(under_test, ["criu"], {}, "/", 60, output, False, 0, True, str(tmp_path / "terminals"))

@@ -29,6 +29,7 @@ OPTIONS = {
     "check": ["--image-dir"],
     "rm": ["--image-dir", "--force"],
     "prune": ["--image-dir", "--keep-last", "--max-age", "--max-bytes", "--dry-run"],
+    "template": ["--image-dir", "--from", "--accept-differences"],
     "keys": ["--rotate"],
     "seal": ["--image-dir"],
     "break-claim": ["--image-dir"],

@@ -148,7 +148,7 @@ class TestRoom:
 
     def test_no_needs(self, gpus):
         with gpus.reservation({}, 0):
-            assert not gpus._lock_dir.exists()
+            assert not gpus.lock_directory.exists()
 
 
 class TestLockFiles:

@@ -19,7 +19,10 @@ from jupyter_gpu_ckpt.doctor.checks import Finding, diagnose, fit, reason
 from jupyter_gpu_ckpt.doctor.probes import DirectoryFacts, Probes, ServerExtension
 from jupyter_gpu_ckpt.errors import CriuMissing, CudaError, CudaUnavailable
 
-PERMITTED = ("user", "map", "mount", "time", "pid", "proc", "ns_last_pid", "set_tid", "ptrace")
+PERMITTED = (
+    "user", "map", "mount", "time", "pid", "proc", "ns_last_pid", "set_tid", "ptrace", "kcmp", "pidfd_getfd",
+    "vmsplice",
+)  # fmt: skip
 
 
 Uname = namedtuple("Uname", ("system", "release", "machine"))
@@ -152,7 +155,7 @@ FAULTS = {
     ),
     "root without rights": (
         replace(FIT, is_root=lambda: True, container=lambda: "docker"),
-        "root-capabilities", "error", "cpu", "CAP_SYS_ADMIN and CAP_SYS_PTRACE", "docker run --cap-add SYS_ADMIN",
+        "root-capabilities", "error", "cpu", "CAP_SYS_ADMIN and CAP_SYS_PTRACE and ", "docker run --cap-add SYS_ADMIN",
     ),
     "root without rights in a pod": (
         replace(FIT, is_root=lambda: True, container=lambda: "kubernetes"),
@@ -231,13 +234,17 @@ FAULTS = {
         refusing("ptrace", container=lambda: "docker", status=lambda: {"Seccomp": "2"}),
         "ptrace", "error", "cpu", "attach", DOCKER,
     ),
-    "a seccomp profile that permits all that was tried": (
+    "a seccomp profile on a Linux that does not count filters": (
         replace(FIT, container=lambda: "podman", status=lambda: {"Seccomp": "2"}),
         "seccomp", "error", "cpu", "UNPROVEN_STATE", "--security-opt seccomp=unconfined",
     ),
-    "a service's filter that permits all that was tried": (
+    "a profile that forbids a call": (
+        refusing("kcmp", container=lambda: "docker", status=lambda: {"Seccomp": "2", "Seccomp_filters": "1"}),
+        "seccomp", "error", "cpu", "kcmp: Operation not permitted", DOCKER,
+    ),
+    "a service's filter on a Linux that does not count filters": (
         replace(FIT, status=lambda: {"Seccomp": "2"}),
-        "seccomp", "error", "cpu", "CRIU cannot save", "SystemCallFilter=",
+        "seccomp", "error", "cpu", "cannot be distinguished", "SystemCallFilter=",
     ),
     "unwritable images": (
         replace(FIT, directory_facts=lambda path: DirectoryFacts(path, 100 << 30, "ext4", "Permission denied")),

@@ -43,11 +43,22 @@ PLANS = {
 POINTS = [
     (verb, step.value, edge) for verb, plan in PLANS.items() for step in plan.steps for edge in ("started", "completed")
 ]
+#: The same of save points: a kernel that goes back is checkpointed, and restored from another image.
+SAVE_POINTS = [
+    (verb, step.value, edge)
+    for verb, steps in {
+        "save": plans.PLANS[State.RUNNING, plans.Move.SAVE].steps,
+        "back": [step for plan in PLANS.values() for step in plan.steps],
+    }.items()
+    for step in steps
+    for edge in ("started", "completed")
+]
 SEED = 20
 
 
-def test_every_step_of_both_verbs_is_a_point():
+def test_every_step_of_each_verb_is_a_point():
     assert len(POINTS) == 36
+    assert len(SAVE_POINTS) == 28 + 36
 
 
 class Chain:
@@ -73,6 +84,10 @@ class Chain:
         living = sum(one.directory is not None for one in find_orphans(self.base, self.store).orphans)
         restorable = 0
         for image in self.store.images():
+            if image.is_save_point:
+                self.store.check(image)
+            if image.retired:
+                continue
             try:
                 with image.lease():
                     self.store.check(image)
@@ -103,7 +118,9 @@ def chain(tmp_path, runtime_base, criu_binary):
     "points",
     [
         pytest.param(random.Random(SEED).sample(POINTS, 6), id="six", marks=pytest.mark.timeout(300)),
+        pytest.param(random.Random(SEED).sample(SAVE_POINTS, 5), id="save points", marks=pytest.mark.timeout(300)),
         pytest.param(POINTS, id="all", marks=[pytest.mark.torture, pytest.mark.timeout(1800)]),
+        pytest.param(SAVE_POINTS, id="all save points", marks=[pytest.mark.torture, pytest.mark.timeout(3600)]),
     ],
 )
 def test_the_server_killed_at_any_step(chain, points):

@@ -450,14 +450,14 @@ async def test_nobody_removes_the_log_while_the_kernel_is_on_its_way(subject, mo
 async def test_what_others_do_just_before_the_locks_is_noticed(subject, monkeypatch):
     path = await wrote(subject)
     await subject.provisioner.checkpoint()
-    hold = Capsule.hold_databases
+    lock = Capsule.lock_databases
 
     def visited(self, databases):
         monkeypatch.undo()
         elsewhere(path, INSERT)
-        hold(self, databases)
+        lock(self, databases)
 
-    monkeypatch.setattr(Capsule, "hold_databases", visited)
+    monkeypatch.setattr(Capsule, "lock_databases", visited)
     await subject.stays_away(await subject.fails(subject.provisioner.restore, "FILE_CHANGED"))
     await subject.wakes()
     await goes_on(subject, path, 2)

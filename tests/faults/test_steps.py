@@ -47,9 +47,10 @@ async def test_the_kernel_runs_or_an_image_is_kept_whatever_step_fails(shared, s
             raise Injected
 
     verb = getattr(provisioner, request_.value)
+    saves = request_ is plans.Move.SAVE
     provisioner.faults.append(fault)
     try:
-        await verb()
+        await (verb("point") if saves else verb())
         reached = True
     except GpuCkptError as error:
         reached = False
@@ -62,6 +63,10 @@ async def test_the_kernel_runs_or_an_image_is_kept_whatever_step_fails(shared, s
 
     plan = plans.PLANS[start, request_]
     assert lifecycle.state is (plan.to if reached else plan.back)
+    for point in lifecycle.engine.store.images() if saves else ():
+        assert reached, "it is there although the save failed"
+        lifecycle.engine.store.check(point)
+        lifecycle.engine.store.remove(point)
     images = [path for path in shared.images.iterdir() if path.is_dir()] if shared.images.exists() else []
     assert bool(lifecycle.capsule) != bool(images), "a process or an image, and never both"
     assert await provisioner.poll() is None

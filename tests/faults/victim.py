@@ -59,9 +59,13 @@ async def main(directory: Path, base: Path, verb: str, step: str, edge: str) -> 
             print("dying", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    arguments = [f"point {expected}"] if verb in ("save", "back") else []
+    if verb == "back":
+        await kernel.provisioner.save(*arguments)
+        await kernel.run("present = True")
     if verb:
         kernel.provisioner.sinks.append(die)
-        await getattr(kernel.provisioner, verb)()
+        await getattr(kernel.provisioner, verb)(*arguments)
         print("alive", flush=True)
     client.stop_channels()
 

@@ -316,7 +316,7 @@ def test_shutdown_and_interrupt_of_a_sleeping_kernel_are_answered_and_never_reac
     assert kinds(outputs(client, asked)) == ["busy", "idle"]
     asked = send(client, "interrupt_request", {}, "control")
     assert reply(client, asked, "control")["content"] == {"status": "ok"}
-    assert up.asked == [{"verb": "shutdown", "restart": True}]
+    assert up.asked == [{"verb": "shutdown", "restart": True}, {"verb": "interrupt"}]
     up.wake()
     assert reply(client, client.execute("1"))["content"]["status"] == "ok"
 

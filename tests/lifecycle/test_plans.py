@@ -35,6 +35,7 @@ def at(state: State) -> MachineState:
     return {
         State.RUNNING: RUNNING,
         State.SUSPENDED: run(RUNNING, Move.SUSPEND),
+        State.OFF_GPU: run(RUNNING, Move.YIELD),
         State.CHECKPOINTED: run(RUNNING, Move.CHECKPOINT),
     }[state]
 
@@ -43,10 +44,17 @@ def at(state: State) -> MachineState:
     ("start", "verb", "goal"),
     [
         (State.RUNNING, Move.SUSPEND, State.SUSPENDED),
+        (State.RUNNING, Move.YIELD, State.OFF_GPU),
         (State.RUNNING, Move.CHECKPOINT, State.CHECKPOINTED),
+        (State.RUNNING, Move.SAVE, State.RUNNING),
+        (State.SUSPENDED, Move.SAVE, State.SUSPENDED),
         (State.SUSPENDED, Move.CHECKPOINT, State.CHECKPOINTED),
         (State.SUSPENDED, Move.RESUME, State.RUNNING),
         (State.SUSPENDED, Move.WAKE, State.RUNNING),
+        (State.OFF_GPU, Move.SUSPEND, State.SUSPENDED),
+        (State.OFF_GPU, Move.CHECKPOINT, State.CHECKPOINTED),
+        (State.OFF_GPU, Move.RESUME, State.RUNNING),
+        (State.OFF_GPU, Move.WAKE, State.RUNNING),
         (State.CHECKPOINTED, Move.RESTORE, State.RUNNING),
         (State.CHECKPOINTED, Move.WAKE, State.RUNNING),
     ],
@@ -91,6 +99,14 @@ def test_an_undo_without_free_gpu_memory_leaves_the_kernel_suspended():
     assert run(after, Move.WAKE).state is State.RUNNING
 
 
+def test_a_kernel_that_has_yielded_its_gpu_and_gets_none_back_in_an_undo_runs_on_without():
+    kernel, steps = advance(RUNNING, Move.YIELD)
+    kernel, _ = advance(kernel, plans.StepDone(steps[0]))
+    kernel, undo = advance(kernel, plans.StepFailed(Step.CUDA_SUSPEND, "TEST", done=True))
+    assert undo == (Step.CUDA_RESUME,), "no step asks anything of a kernel in the middle of a cell"
+    assert advance(kernel, plans.Unwound((Step.CUDA_RESUME,)))[0].state is State.OFF_GPU
+
+
 @pytest.mark.parametrize("verb", Move)
 @pytest.mark.parametrize("state", [State.STARTING, State.DEAD])
 def test_illegal_requests_raise_with_the_whole_history(state, verb):
@@ -116,7 +132,7 @@ def test_a_checkpointed_kernel_has_no_process_that_could_exit():
         advance(at(State.CHECKPOINTED), plans.ProcessEvent.EXITED)
 
 
-@pytest.mark.parametrize("state", [State.RUNNING, State.SUSPENDED, State.CHECKPOINTED])
+@pytest.mark.parametrize("state", [State.RUNNING, State.SUSPENDED, State.OFF_GPU, State.CHECKPOINTED])
 def test_an_owner_may_end_a_kernel_in_every_resting_state_and_start_it_again(state):
     dead, _ = advance(at(state), plans.ProcessEvent.TERMINATED)
     assert dead.state is State.DEAD
@@ -145,5 +161,5 @@ def test_random_walks_end_with_a_running_kernel_or_an_image(seed):
         undo_fails = tuple(step for step in Step if chance.random() < 0.2)
         kernel = run(kernel, verb, fail_at, undo_fails)
         assert kernel.plan is None
-        assert kernel.state in (State.RUNNING, State.SUSPENDED, State.CHECKPOINTED)
+        assert kernel.state in (State.RUNNING, State.SUSPENDED, State.OFF_GPU, State.CHECKPOINTED)
         assert kernel.process or kernel.image

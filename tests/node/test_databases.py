@@ -67,12 +67,12 @@ def test_other_files_are_no_databases(path):
 
 def held(files: dict[str, dict[str, Any]]) -> list[bool]:
     """Return whether each database that is held is to stay as it is."""
-    return [not arguments["anew"] for arguments, _ in databases.to_hold(files)]
+    return [not arguments["anew"] for arguments, _ in databases.to_lock(files)]
 
 
 def test_databases_without_a_transaction_are_held_and_left_as_they_are_if_nobody_used_them(path):
     files = noted(path, [SHARED], [DMS])
-    ((arguments, paths),) = databases.to_hold(files)
+    ((arguments, paths),) = databases.to_lock(files)
     assert paths == databases.members(str(path))
     assert arguments["index_bytes"] == 32768
     assert held(files) == [True]
@@ -89,9 +89,9 @@ def test_databases_without_a_transaction_are_held_and_left_as_they_are_if_nobody
 @pytest.mark.parametrize("index", [[DMS, READER], [DMS, READER, WRITER]], ids=["that reads", "that writes"])
 def test_a_transaction_goes_on_with_log_and_index_as_they_are(path, index):
     files = noted(path, [SHARED], index)
-    ((arguments, _),) = databases.to_hold(files)
+    ((arguments, _),) = databases.to_lock(files)
     assert (arguments["anew"], "unchanged" in arguments) == (False, True)
     path.with_name("base-wal").touch()  # with the same content: it was put back
     files[str(path)]["boot"] = "another"
-    ((arguments, _),) = databases.to_hold(files)
+    ((arguments, _),) = databases.to_lock(files)
     assert (arguments["anew"], "unchanged" in arguments) == (False, False)

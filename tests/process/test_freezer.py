@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -20,9 +21,10 @@ import pytest
 import zmq
 from waiting import until
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule import criu_guard
 from jupyter_gpu_ckpt.lifecycle import preflight
-from jupyter_gpu_ckpt.process.freezer import _LIBZMQ, _SHARED_CODE, FrozenThreads
+from jupyter_gpu_ckpt.process.freezer import _LIBZMQ, _SHARED_CODE, FrozenThreads, _Shared
 from jupyter_gpu_ckpt.process.ptrace import Tracee
 from jupyter_gpu_ckpt.process.syscalls import NUMBERS
 
@@ -663,3 +665,26 @@ def test_a_failure_releases_only_what_it_froze(tmp_path):
                 frozen.freeze_all(time.monotonic() + 0.2)
             assert len(frozen._frozen) == 0
         subject.goes_on("waits", "locks")
+
+
+def test_memory_behind_a_thread_says_nothing_about_it():
+    """The descriptor is at the end of the stack; beside it may be anything, the addresses of Python's code as well."""
+    libc, size = ctypes.CDLL(None, use_errno=True), 1 << 20
+    region = mmap.mmap(-1, size + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    code = ctypes.cast(ctypes.pythonapi.Py_IncRef, ctypes.c_void_p).value
+    region[size:] = code.to_bytes(8, sys.byteorder) * (mmap.PAGESIZE // 8)
+    attributes, thread, before = ctypes.create_string_buffer(64), ctypes.c_ulong(), set(procfs.threads(os.getpid()))
+    assert libc.pthread_attr_init(attributes) == 0
+    assert libc.pthread_attr_setstack(attributes, ctypes.c_void_p(start), ctypes.c_size_t(size)) == 0
+    assert libc.pthread_create(ctypes.byref(thread), attributes, libc.pause, None) == 0
+    try:
+        (tid,) = set(procfs.threads(os.getpid())) - before
+        shared = _Shared.of(os.getpid())
+        assert code in shared.python
+        began_in = FrozenThreads(os.getpid())._began_in
+        until(lambda: began_in(tid, shared.c_library), "it has begun")
+        assert not began_in(tid, shared.python)
+    finally:
+        libc.pthread_cancel(thread)
+        libc.pthread_join(thread, None)  # before its stack is unmapped

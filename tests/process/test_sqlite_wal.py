@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpu_ckpt.process import file_locks, sqlite_wal
-from jupyter_gpu_ckpt.process.sqlite_wal import DatabaseChanged, DatabaseLocked, hold, page_size, transaction
+from jupyter_gpu_ckpt.process.sqlite_wal import DatabaseChanged, DatabaseLocked, lock_database, page_size, transaction
 
 READ, WRITE = fcntl.F_RDLCK, fcntl.F_WRLCK
 
@@ -44,13 +44,13 @@ def files(path: Path) -> list[str]:
 
 
 class Holder:
-    """`hold` in a process of its own, as in a capsule's init."""
+    """`lock_database` in a process of its own, as in a capsule's init."""
 
     def __init__(self, path: Path, **arguments: object) -> None:
         code = (
             "import json, sys; from jupyter_gpu_ckpt.process import sqlite_wal\n"
             "sqlite_wal._PATIENCE = 0.1\n"
-            "try: held = sqlite_wal.hold_all([json.loads(sys.argv[1])]); print('held', flush=True)\n"
+            "try: held = sqlite_wal.lock_databases([json.loads(sys.argv[1])]); print('held', flush=True)\n"
             "except OSError as error: print(type(error).__name__, error.strerror, error.filename, flush=True)\n"
             "sys.stdin.read()"
         )
@@ -319,9 +319,9 @@ def test_a_file_system_without_such_locks_keeps_no_unchanged_database_from_wakin
         connection.execute("select * from item").fetchall()
         noted = unchanged(path)
         monkeypatch.setattr(fcntl, "fcntl", refuse)
-        assert hold(str(path), 32768, anew=False, unchanged=noted) == []
+        assert lock_database(str(path), 32768, anew=False, unchanged=noted) == []
         with pytest.raises(OSError, match=os.strerror(errno.ENOLCK)):
-            hold(str(path), 32768, anew=True)
+            lock_database(str(path), 32768, anew=True)
 
 
 def test_a_database_that_is_in_no_wal_mode_any_more(path):
@@ -374,13 +374,13 @@ def test_nothing_is_held_after_a_failure(path):
         first = {"path": str(path), "index_bytes": 0, "anew": True}
         second = {"path": str(path.with_name(each)), "index_bytes": 0, "anew": False, "unchanged": {str(path): [0] * 4}}
         with pytest.raises(OSError, match=r"No such file|changed"):
-            sqlite_wal.hold_all([first, second])
+            sqlite_wal.lock_databases([first, second])
     assert os.listdir("/proc/self/fd") == descriptors
     assert run(path, "select * from item") == [[1]]
     assert files(path) == ["base"]
     assert issubclass(DatabaseChanged, OSError)
     assert issubclass(DatabaseLocked, OSError)
-    assert hold(str(path), 0, anew=True)
+    assert lock_database(str(path), 0, anew=True)
 
 
 # -- pages that are in the log alone

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import email
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +15,8 @@ from jupyter_server.services.sessions.sessionmanager import SessionManager
 from live import until
 from traitlets.config import Config
 
-from jupyter_gpu_ckpt.kernel.provisioner import PROVISIONER
-from jupyter_gpu_ckpt.server.app import defaults
+from jupyter_gpu_ckpt.kernel.agent_injection import PROVISIONER
+from jupyter_gpu_ckpt.server.app import GpuCkptApp, defaults
 from jupyter_gpu_ckpt.server.kernel_manager import CheckpointKernelManager
 from jupyter_gpu_ckpt.server.readiness import CheckpointSessionManager
 
@@ -108,3 +110,13 @@ def test_restarting_a_checkpointed_kernel_gives_a_fresh_one(live, kernel_id):
     document = live.get(f"gpu-ckpt/kernels/{kernel_id}")
     assert (document["state"], document["image"]) == ("running", None)
     assert live.do(kernel_id, "checkpoint")["status"] == "done"
+
+
+def test_the_page_about_errors_is_the_runbook_that_the_packages_metadata_lead_to_if_they_do(monkeypatch):
+    def page(metadata: str) -> str:
+        monkeypatch.setattr(importlib.metadata, "metadata", lambda name: email.message_from_string(metadata))
+        return GpuCkptApp().error_page
+
+    pages = "Project-URL: Source, https://code.example/\nProject-URL: Documentation, https://code.example/docs\n"
+    assert page(pages) == "https://code.example/docs/admin/runbook.md#{code}"
+    assert page("Name: jupyter_gpu_ckpt\n") == ""

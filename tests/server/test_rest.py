@@ -322,9 +322,14 @@ def test_a_refused_checkpoint_says_why_and_what_is_left(live, kernel_id):
     assert {name: failure[name] for name in ("message", "hint", "details")} == {
         name: job["error"][name] for name in ("message", "hint", "details")
     }
+    live.do(kernel_id, "checkpoint")
     live.run(kernel_id, END_DAEMON)
     assert live.do(kernel_id, "checkpoint")["status"] == "done"
-    assert live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"] is None
+    document = live.get(f"gpu-ckpt/kernels/{kernel_id}")
+    validate("/kernels/{kernel_id}", document)
+    assert document["failure"] is None
+    (remembered,) = document["failures"]  # it failed twice in a row
+    assert {**remembered, "at": 0} == {**failure, "at": 0} and remembered["at"] > failure["at"]
 
 
 def test_why_a_cell_could_not_wake_its_kernel_names_the_file(live, kernel_id, tmp_path):
@@ -419,6 +424,35 @@ def test_a_protection_is_in_the_outlook_and_can_be_ended(live, kernel_id):
 def test_a_protection_needs_a_number_of_seconds(live, untouched_kernel, body):
     reply = live.ask("POST", f"gpu-ckpt/kernels/{untouched_kernel}/protect", json=body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "BAD_REQUEST")
+
+
+def test_a_kernel_that_is_kept_is_not_idle_any_more_and_one_that_sleeps_cannot_be(live, kernel_id):
+    def keep():
+        return live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/keep")
+
+    def idle() -> float:
+        return (live.get(f"gpu-ckpt/kernels/{kernel_id}")["policy"] or {"idle_s": 0})["idle_s"]
+
+    until(lambda: idle() > 1)
+    kept = keep().json()["policy"]
+    assert kept["idle_s"] < 1 and not kept["imminent"]
+    live.do(kernel_id, "checkpoint")
+    reply = keep()
+    assert (reply.status_code, reply.json()["error"]["code"]) == (409, "WRONG_STATE")
+
+
+def test_a_kernel_s_host_memory_and_children_are_in_its_document(live, kernel_id):
+    live.run(kernel_id, "import subprocess\nblock = bytearray(64 << 20)\nchild = subprocess.Popen(['sleep', '900'])")
+    (listed,) = (kernel for kernel in live.get("gpu-ckpt/kernels") if kernel["id"] == kernel_id)
+    kernel = live.get(f"gpu-ckpt/kernels/{kernel_id}")
+    validate("/kernels/{kernel_id}", kernel)
+    for each in (listed, kernel):
+        (child,) = each["children"]
+        assert child["command"] == "sleep 900" and 0 < child["bytes"] < 64 << 20 < each["host_bytes"]
+    live.run(kernel_id, "child.kill(); child.wait()")
+    live.do(kernel_id, "checkpoint")
+    asleep = live.get(f"gpu-ckpt/kernels/{kernel_id}")
+    assert (asleep["host_bytes"], asleep["children"]) == (0, [])
 
 
 def test_a_kernel_without_a_server_is_attached_asleep_and_with_its_notebook(tmp_path, runtime_base, criu_binary):

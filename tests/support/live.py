@@ -148,10 +148,12 @@ def server(
     config: str = "",
     options: list[str] | None = None,
     module: str = "jupyter_server",
+    python: str | Path = sys.executable,
 ) -> Iterator[Server]:
     """A server whose every file is in ``home``; ``config`` is appended to its configuration file.
 
-    ``module`` is what ``python -m`` starts: ``jupyterlab`` and ``notebook`` bring a front end.
+    ``module`` is what ``python -m`` starts: ``jupyterlab`` and ``notebook`` bring a front end.  ``python``: of another
+    environment, which may have another release of this package.
     """
     directories = {name: home / name for name in ("config", "data", "runtime", "work", "ipython")}
     for directory in directories.values():
@@ -187,8 +189,8 @@ c.GpuCkptProvisioner.runtime_base = {str(runtime_base)!r}
         environment["JUPYTER_GPU_CKPT_CRIU"] = str(Path(criu.argv[-1]).parents[2])
     with (home / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *(options or [])],
-            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            [python, "-m", module, *(options or [])],
+            cwd=home, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:
         info = directories["runtime"] / f"jpserver-{process.pid}.json"

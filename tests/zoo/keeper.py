@@ -1,4 +1,4 @@
-"""Creates kinds of state in real kernels, checkpoints and restores them twice, and reports the outcome.
+"""Creates kinds of state in real kernels, checkpoints and restores them twice, goes back, and reports the outcome.
 
 A program of its own, so that any user can run it::
 
@@ -36,6 +36,8 @@ from jupyter_gpu_ckpt.errors import GpuCkptError
 
 ZOO = Path(__file__).resolve().parent
 CYCLES = 2
+#: After the cycles a save point is made, and gone back to.
+GONE_BACK = "after going back"
 #: Kinds that share a kernel.
 TOGETHER = 20
 #: Seconds within which a cell of the zoo has to end.
@@ -135,6 +137,14 @@ class Zoo:
         except GpuCkptError:
             await self.kernel.provisioner.restore()
 
+    async def go_back(self) -> None:
+        """To a save point that is made now, and away from it.  Raises `GpuCkptError`."""
+        provisioner = self.kernel.provisioner
+        point = await provisioner.save("point")
+        before = await provisioner.back("point", "then")
+        for image in (point, before):
+            self.kernel.lifecycle.engine.store.remove(image)
+
     async def differences(self, before: dict[str, str], when: str) -> list[Outcome]:
         """Return the values that show otherwise than before."""
         after = await self.ask("show", list(before))
@@ -174,9 +184,10 @@ async def together(directory: Path, keys: Sequence[str]) -> list[Outcome]:
             zoo = await stack.enter_async_context(Zoo.opened(directory))
             before, outcomes = await zoo.made(keys)
             stack.push_async_callback(zoo.undone, list(before))
-            for number in range(1, CYCLES + 1):
-                await zoo.cycle()
-                changed = await zoo.differences(before, f"after cycle {number}")
+            for number in range(1, CYCLES + 2):
+                await (zoo.cycle() if number <= CYCLES else zoo.go_back())
+                when = f"after cycle {number}" if number <= CYCLES else GONE_BACK
+                changed = await zoo.differences(before, when)
                 outcomes += changed
                 for outcome in changed:
                     del before[outcome.key]
@@ -218,6 +229,12 @@ async def alone(zoo: Zoo, key: str) -> Outcome:
         changed = await zoo.differences(before, f"after cycle {number}")
         if changed:
             return dataclasses.replace(changed[0], announcement=announcement)
+    try:
+        await zoo.go_back()
+    except GpuCkptError as error:
+        return Outcome(key, "lost", error.code, f"{GONE_BACK}: {error} {error.details}", announcement)
+    if changed := await zoo.differences(before, GONE_BACK):
+        return dataclasses.replace(changed[0], announcement=announcement)
     return Outcome(key, "kept", announcement=announcement)
 
 

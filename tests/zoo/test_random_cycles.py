@@ -46,6 +46,8 @@ ANSWER = 120
 PORTS = 30
 #: What two kinds may be refused for that were kept one by one: a child of theirs that hangs, a cell that goes on.
 REFUSALS = {"CHILD_PROCESSES", "KERNEL_BUSY"}
+#: The same, of another code: a child that one kind forks has what another kind keeps from sharing.
+SHARED = "an eventfd that is a semaphore and that processes share"
 #: Losses of a kernel that was killed while there was no image of it.
 LOSS = {"KERNEL_LOST", "CAPSULE_GONE", "KernelEnded"}
 
@@ -247,7 +249,11 @@ class Wandering:
             self.owner.shut_down()
         for image in (self.directory / "images").glob("*"):
             subprocess.run(["rm", "-rf", str(image)], check=True)
-        self.owner = Owner(self.user, self.directory, self.base, *self.options)
+        for _ in range(3):
+            self.owner = Owner(self.user, self.directory, self.base, *self.options)
+            if self.owner.first is not None or "cannot bind" not in self.errors()[-1000:]:
+                break
+            self.owner.end()  # another process took a port of its kernel between its choice and its use
         assert self.owner.first is not None, self.errors()[-3000:]
         count = min(len(self.kinds), dice.randint(self.few, self.most))
         answer = self.owner.ask("make", *dice.sample(self.kinds, count))
@@ -269,7 +275,8 @@ class Wandering:
             if answer.get("error") != "PORT_TAKEN" or time.monotonic() > deadline:
                 break
             time.sleep(0.5)
-        if answer["state"] == "running" and answer.get("error") in self.refusals:
+        refused = answer.get("error") in self.refusals or SHARED in answer.get("message", "")
+        if answer["state"] == "running" and refused:
             return answer["error"]
         if may_be_lost and answer["state"] == "dead" and answer.get("error") in LOSS:
             return answer["error"]

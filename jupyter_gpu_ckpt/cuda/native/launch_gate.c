@@ -96,7 +96,7 @@ void launch_gate_expire(bool needed)
 
 /* Whether this thread is one of the driver's own or of this library: those that run while all others are stopped
  * (`process/freezer.py`), by their names.  Were one to wait here, the driver might wait for it. */
-static bool is_kept_running(void)
+static bool is_internal_thread(void)
 {
     char name[16] = "";
     prctl(PR_GET_NAME, name);
@@ -163,7 +163,7 @@ CUresult launch_gate_pass(void)
     CUresult result = (seen & GATE_UNPREPARED) != 0 ? prepare() : CUDA_SUCCESS;
     if (result == CUDA_SUCCESS && (seen & GATE_CLOSED) != 0 && getpid() != closed_by)
         launch_gate_in_child();
-    else if (result == CUDA_SUCCESS && (seen & GATE_CLOSED) != 0 && !is_kept_running())
+    else if (result == CUDA_SUCCESS && (seen & GATE_CLOSED) != 0 && !is_internal_thread())
         result = wait_until_open();
     errno = error;
     return result;

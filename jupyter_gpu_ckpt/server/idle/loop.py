@@ -56,6 +56,12 @@ class IdlePolicy(LoggingConfigurable):
         "error the wait doubles each time.",
     ).tag(config=True)
     longest_retry = Float(3600.0, min=0, help="Seconds to which the wait after an error grows.").tag(config=True)
+    notice = Float(
+        60.0,
+        min=0,
+        help="Seconds before an idle kernel is suspended or checkpointed from which on browsers show a countdown; "
+        "0: they show none.",
+    ).tag(config=True)
 
     @default("suspended_memory_limit")
     def _default_suspended_memory_limit(self) -> int:
@@ -73,9 +79,19 @@ class IdlePolicy(LoggingConfigurable):
                     raise TraitError(f"kernelspecs[{name!r}][{key!r}] must be seconds, or 0 for never.")
         return proposal["value"]
 
-    def __init__(self, kernels: Callable[[], Mapping[str, GpuCkptProvisioner]], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        kernels: Callable[[], Mapping[str, GpuCkptProvisioner]],
+        announce: Callable[[str, str | None, float | None], None] = lambda *_: None,
+        **kwargs: Any,
+    ) -> None:
+        """``announce`` is called on the event loop with a kernel's id, the verb that comes within `notice`, and in how
+        many seconds; with two None when it does not come any more, or has begun.
+        """
         super().__init__(**kwargs)
         self._kernels = kernels
+        self._announce = announce
+        self._announced: dict[str, tuple[str, float]] = {}
         self._policy = Policy()
         self._probe = KernelProbe(self.log)
         self._rounds = PeriodicTask("gpu-ckpt-idle-policy", self._run)
@@ -98,13 +114,20 @@ class IdlePolicy(LoggingConfigurable):
 
     def status(self) -> dict[str, Any]:
         """Return the settings as JSON; times in seconds, memory in bytes."""
-        names = (*_RULE_KEYS, "kernelspecs", "suspended_memory_limit", "without_device_memory", "max_parallel")
+        others = ("kernelspecs", "suspended_memory_limit", "without_device_memory", "max_parallel", "notice")
+        names = (*_RULE_KEYS, *others)
         traits = {name: getattr(self, name) for name in names}
         return {"running": self._rounds.started, **traits, "under_way": len(self._under_way)}
 
     def outlook(self, kernel_id: str) -> dict[str, Any] | None:
         """Return the policy's plan for a kernel (`Policy.outlook`), as of the last round; None before its first."""
         return self._policy.outlook(kernel_id, time.monotonic())
+
+    def keep(self, kernel_id: str) -> dict[str, Any] | None:
+        """Begin the kernel's idleness anew, as a use would; return its outlook (`Policy.outlook`)."""
+        self._policy.keep(kernel_id, time.monotonic())
+        self._announce_plan(kernel_id)
+        return self.outlook(kernel_id)
 
     def idle_seconds(self, kernel_id: str) -> float:
         """Return the seconds for which a kernel has been idle; infinite before its first round."""
@@ -133,7 +156,25 @@ class IdlePolicy(LoggingConfigurable):
             task = asyncio.create_task(self._act(action, provisioners[action.kernel_id], by_id[action.kernel_id]))
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
+        self._announced = {kernel_id: plan for kernel_id, plan in self._announced.items() if kernel_id in by_id}
+        for kernel_id in by_id:
+            self._announce_plan(kernel_id)
         return actions
+
+    def _announce_plan(self, kernel_id: str) -> None:
+        """Announce what comes soon for a kernel, if it differs from what was announced."""
+        outlook, before = self.outlook(kernel_id), self._announced.pop(kernel_id, None)
+        if outlook is not None and outlook["imminent"]:
+            verb, wait = outlook["next"], outlook["next_in_s"]
+            at = time.monotonic() + wait
+            same = before is not None and before[0] == verb
+            if before is not None and same and (abs(at - before[1]) < 1.0 or (wait == 0 and before[1] < at)):
+                self._announced[kernel_id] = before
+            else:
+                self._announced[kernel_id] = verb, at
+                self._announce(kernel_id, verb, wait)
+        elif before is not None:
+            self._announce(kernel_id, None, None)
 
     async def _act(self, action: Action, provisioner: GpuCkptProvisioner, seen: KernelSnapshot) -> None:
         try:
@@ -171,6 +212,7 @@ class IdlePolicy(LoggingConfigurable):
             parallel=self.max_parallel,
             retry_after=self.retry_after,
             longest_retry=self.longest_retry,
+            notice=self.notice,
         )
 
 

@@ -55,6 +55,7 @@ class IdleSettings:
     parallel: int = 2
     retry_after: float = 120.0
     longest_retry: float = 3600.0
+    notice: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,12 @@ class _KernelRecord:
     snapshot: KernelSnapshot
     resumed_at: float
     computed_at: float
+    kept_at: float = -math.inf
     failure: FailedAttempt | None = None
 
     @property
     def idle_since(self) -> float:
-        return max(self.snapshot.last_activity, self.resumed_at, self.computed_at)
+        return max(self.snapshot.last_activity, self.resumed_at, self.computed_at, self.kept_at)
 
 
 class Policy:
@@ -165,11 +167,17 @@ class Policy:
         """Record that the action was not tried: the kernel was used, or its state changed, in the meantime."""
         self._under_way.pop(action.kernel_id, None)
 
+    def keep(self, kernel_id: str, now: float) -> None:
+        """Count this moment as a use of the kernel: the policy waits again as long as for one that was just used."""
+        if known := self._known.get(kernel_id):
+            known.kept_at = now
+
     def outlook(self, kernel_id: str, now: float) -> dict[str, Any] | None:
         """Return what the policy will do with a kernel, as JSON; None for an unknown one.
 
-        ``idle_s``; ``under_way`` (a verb or None); ``next`` (a verb or None) and ``next_in_s``; ``protected_s``;
-        ``last_failure``: None, or the error's own keys with ``refused``, ``times`` and ``retry_in_s``.
+        ``idle_s``; ``under_way`` (a verb or None); ``next`` (a verb or None) and ``next_in_s``; ``imminent``: whether
+        that is within the notice, unless the kernel is used; ``protected_s``; ``last_failure``: None, or the error's
+        own keys with ``refused``, ``times`` and ``retry_in_s``.
         """
         known = self._known.get(kernel_id)
         if known is None:
@@ -179,11 +187,14 @@ class Policy:
         verb, wait = self._next(snapshot, idle)
         if failure is not None and not self._may_suspend_instead(snapshot):
             wait = max(wait, failure.retry_at - now)
+        wait = max(0.0, wait, snapshot.protected)
+        works = snapshot.working or snapshot.computing
         return {
             "idle_s": idle,
             "under_way": action.verb.value if action else None,
             "next": verb.value if verb else None,
-            "next_in_s": max(0.0, wait, snapshot.protected) if verb else None,
+            "next_in_s": wait if verb else None,
+            "imminent": verb is not None and action is None and not works and wait < self.settings.notice,
             "protected_s": snapshot.protected,
             "last_failure": failure
             and {
@@ -250,7 +261,8 @@ class Policy:
         running = kernel.state is State.RUNNING
         if running and kernel.on_gpu and rule.suspend_after > 0 and not 0 < rule.checkpoint_after <= rule.suspend_after:
             yield Verb.SUSPEND, rule.suspend_after - idle
-        may_leave = kernel.on_gpu or self.settings.without_device_memory if running else kernel.state is State.SUSPENDED
+        away = kernel.state in (State.SUSPENDED, State.OFF_GPU)
+        may_leave = kernel.on_gpu or self.settings.without_device_memory if running else away
         if may_leave and rule.checkpoint_after > 0:
             yield Verb.CHECKPOINT, rule.checkpoint_after - idle
 
@@ -262,8 +274,9 @@ class Policy:
             return
         # Kernels that are being checkpointed will free theirs soon.
         staying = (kernel for kernel in seen if kernel.kernel_id not in self._under_way)
-        excess = sum(kernel.resident for kernel in staying if kernel.state is State.SUSPENDED) - limit
-        suspended = {kernel: self._known[kernel.kernel_id] for kernel in ready if kernel.state is State.SUSPENDED}
+        away = (State.SUSPENDED, State.OFF_GPU)
+        excess = sum(kernel.resident for kernel in staying if kernel.state in away) - limit
+        suspended = {kernel: self._known[kernel.kernel_id] for kernel in ready if kernel.state in away}
         for kernel, known in sorted(suspended.items(), key=lambda item: item[1].idle_since):
             if excess <= 0:
                 return

@@ -75,7 +75,7 @@ class KernelProbe:
         capsule, home = lifecycle.capsule, lifecycle.home
         if snapshot.state is not self._states.get(snapshot.kernel_id):
             self.forget(snapshot.kernel_id)
-        if capsule is None or snapshot.state not in (State.RUNNING, State.SUSPENDED):
+        if capsule is None or snapshot.state not in (State.RUNNING, State.SUSPENDED, State.OFF_GPU):
             return False
         own = filter(None, (home.runtime_dir, home.known_as, home.sockets and home.sockets.parent))
         pids = {capsule.host_pid, *capsule.other_processes()}
@@ -95,11 +95,14 @@ class KernelProbe:
 def inspect(snapshot: KernelSnapshot, lifecycle: Lifecycle, gate: Gate) -> tuple[KernelSnapshot, list[int]]:
     """Add the facts from a kernel's processes and gate to its snapshot; return it with the process ids."""
     capsule = lifecycle.capsule
-    if capsule is None or snapshot.state not in (State.RUNNING, State.SUSPENDED):
+    if capsule is None or snapshot.state not in (State.RUNNING, State.SUSPENDED, State.OFF_GPU):
         return snapshot, []  # during a verb the driver would keep us waiting
     pids = capsule.processes()
     if snapshot.state is State.SUSPENDED:
         return replace(snapshot, process=capsule.host_pid, resident=host_memory.resident(lifecycle.kernel)), pids
+    if snapshot.state is State.OFF_GPU:
+        resident = host_memory.resident(lifecycle.kernel)
+        return replace(snapshot, process=capsule.host_pid, working=gate.working, resident=resident), pids
     # A process with a CUDA context has device memory (0.6 GiB with torch), also where NVML counts none for it.
     on_gpu = CudaState.RUNNING in cuda_processes.states(lifecycle.kernel).values()
     return replace(snapshot, process=capsule.host_pid, working=gate.working, on_gpu=on_gpu), pids

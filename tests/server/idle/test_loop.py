@@ -125,6 +125,40 @@ class TestTurns:
         assert (action.kernel_id, kernels["0"].tries) == ("0", 0)
         assert policy.outlook("0")["last_failure"] is None
 
+    async def test_what_comes_soon_is_announced_once_and_taken_back_when_the_kernel_is_used_kept_or_leaves(self):
+        kernels, said = stubs(1), []
+        policy = IdlePolicy(
+            lambda: kernels, lambda *plan: said.append(plan), suspend_after=0, checkpoint_after=1000, notice=900, **ALL
+        )
+
+        def age(seconds: float) -> None:
+            """Let the kernel be idle for so long, by moving the policy's clock."""
+            for known in policy._policy._known.values():
+                known.resumed_at = known.computed_at = time.monotonic() - seconds
+            kernels["0"].gate.last_activity = time.monotonic() - seconds
+
+        await policy.round()
+        assert said == []
+        age(200)
+        for _ in range(3):
+            await policy.round()
+        assert said == [("0", "checkpoint", pytest.approx(800, abs=60))]
+        kernels["0"].gate.last_activity = time.monotonic()
+        await policy.round()
+        assert said[1:] == [("0", None, None)]
+        age(500)
+        await policy.round()
+        assert policy.keep("0")["next_in_s"] == pytest.approx(1000, abs=60)
+        assert said[2:] == [("0", "checkpoint", pytest.approx(500, abs=60)), ("0", None, None)]
+        policy._policy._known["0"].kept_at = -float("inf")
+        age(950)
+        await policy.round()
+        age(1000)
+        await policy.round()
+        assert said[4:] == [("0", "checkpoint", pytest.approx(50, abs=40)), ("0", None, None)]
+        kernels["0"].proceed.set()
+        await until(lambda: kernels["0"].state is State.CHECKPOINTED)
+
     async def test_a_round_that_fails_is_not_the_last(self, started, caplog):
         kernels = stubs(1)
         broken = [True]

@@ -112,7 +112,7 @@ class TestTimes:
         server.kernel("b", on_gpu=True)
         assert server.verbs(10) == {"a": "suspend"}
 
-    @pytest.mark.parametrize("state", [s for s in State if s not in (State.RUNNING, State.SUSPENDED)])
+    @pytest.mark.parametrize("state", [s for s in State if s not in (State.RUNNING, State.SUSPENDED, State.OFF_GPU)])
     def test_a_kernel_in_any_other_state_is_nobodys_business(self, state):
         server = Server()
         server.kernel(state=state, on_gpu=True)
@@ -194,7 +194,7 @@ class TestMemory:
         for name, resident in (("a", 60), ("b", 30)):
             assert server.kernel(name, state=State.SUSPENDED, resident=resident) == {}
             server.now += 1
-        assert server.kernel("c", state=State.SUSPENDED, resident=20) == {"a": "checkpoint"}
+        assert server.kernel("c", state=State.OFF_GPU, resident=20) == {"a": "checkpoint"}
         assert server.verbs() == {}, "what is leaving counts no more"
 
     def test_protected_ones_stay_and_others_go_in_their_place(self):
@@ -363,6 +363,7 @@ class TestOutlook:
             "under_way": None,
             "next": "suspend",
             "next_in_s": 200.0,
+            "imminent": False,
             "protected_s": 0.0,
             "last_failure": None,
         }
@@ -401,6 +402,33 @@ class TestOutlook:
         server.kernel(on_gpu=True)
         answer = self.look(server)
         assert (answer["next"], answer["next_in_s"]) == (None, None)
+
+    def test_its_end_is_imminent_within_the_notice_and_not_while_it_works_is_protected_or_leaves(self):
+        server = Server(notice=60)
+        server.kernel(on_gpu=True)
+        imminent = []
+        for after, facts in ((240, {}), (1, {}), (1, {"computing": True}), (250, {"computing": False}), (40, {})):
+            server.change(**facts)
+            server.decide(after)
+            imminent.append(self.look(server)["imminent"])
+        assert imminent == [False, True, False, True, True]
+        server.change(protected=7200.0)
+        server.decide()
+        assert not self.look(server)["imminent"]
+        server.change(protected=0.0)
+        assert server.decide(10)
+        assert (self.look(server)["under_way"], self.look(server)["imminent"]) == ("suspend", False)
+
+    def test_one_that_is_kept_has_its_whole_time_again(self):
+        server = Server()
+        server.kernel(on_gpu=True)
+        server.decide(299)
+        server.policy.keep("k", server.now)
+        assert (self.look(server)["idle_s"], self.look(server)["next_in_s"]) == (0.0, 300.0)
+        assert server.obey(299) == {}
+        assert server.obey(1) == {"k": "suspend"}
+        server.policy.keep("nobody", server.now)
+        assert server.policy.outlook("nobody", server.now) is None
 
     def test_of_an_unknown_one(self):
         assert Policy().outlook("k", 0.0) is None

@@ -1,0 +1,203 @@
+"""State in a dump that cannot exist twice at the same time, and the dump without it, for a branch of its kernel.
+
+*Ports and names of sockets*: in a branch a TCP listener gets another, free port of the loopback address, a UDP socket
+another port, and a unix socket another name, so that whoever looks for the program finds the one that has them.  Its
+threads go on waiting: a descriptor that was closed under them would be reported as ready for ever.
+
+*Exclusive locks* (flock, open file descriptions, POSIX): the branch does not have them.
+
+*Connections to the outside* come back closed from any dump.
+
+The image is never written to: a restore gets a view of it (`images.view`) with other records.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import images
+from .images import Field, encode, fields_of, number_of, records, rewrite, submessage
+
+_LOCKS = "filelocks.img"
+# message file_entry, and of inet_sk_entry and unix_sk_entry what `images` does not read
+_ENTRY_UNIX = 16
+_INET_PEER = 12
+_UNIX_INODE, _UNIX_NAME, _UNIX_DIRECTORY = 2, 11, 14
+_CLOSED, _LISTENS = 7, 10
+_VARINT, _BYTES = 0, 2
+#: FL_FLOCK and FL_OFDLCK of include/linux/filelock.h.
+_FLOCK, _OFD = 2, 1024
+
+#: Chooses a free port for a socket of this family, type and address.
+ChoosePort = Callable[[int, int, str], int]
+
+
+@dataclass(frozen=True)
+class Exclusive:
+    """State that a branch has otherwise.  ``kind``: ``port``, ``socket``, ``lock`` or ``connection``."""
+
+    kind: str
+    what: str
+    becomes: str
+
+
+def find(directory: Path, own: Sequence[str], notes: Mapping[str, Any]) -> list[Exclusive]:
+    """Return what the dump in ``directory`` has that cannot exist twice.  Raises `ImageFormat`.
+
+    ``own``: beginnings of the paths of the kernel's own sockets, which each capsule has in a directory of its own.
+    ``notes``: of the manifest.
+    """
+    _, found = _separated(directory, own, lambda *_: 0, "")
+    locks = [each for each in _locks(directory) if each[1] is not None]
+    names = {images.name_of_file(directory, id) for _, id in locks}
+    names |= {f"a file of process {pid}" for pid, each in notes.items() if _exclusive_posix(each)}
+    found += [Exclusive("lock", f"an exclusive lock on {name}", "not locked") for name in sorted(names)]
+    return found
+
+
+def separate(directory: Path, view: Path, own: Sequence[str], choose_port: ChoosePort, prefix: str) -> list[Exclusive]:
+    """Write records without exclusive state to ``view``, a view of the dump in ``directory``; return what they change.
+
+    ``prefix``: of the new paths of unix sockets.  Raises `ImageFormat`, `OSError`.
+    """
+    source = view if (view / images.FILES).exists() else directory
+    contents, found = _separated(source, own, choose_port, prefix)
+    _replace(view / images.FILES, images.FILES_MAGIC, contents)
+    if (directory / _LOCKS).exists():
+        kept = [record for record, id in _locks(directory) if id is None]
+        _replace(view / _LOCKS, images.FILE_LOCKS_MAGIC, kept)
+    return found
+
+
+def without_locks(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the notes of processes without exclusive POSIX locks."""
+    kept = {}
+    for pid, of_process in notes.items():
+        exclusive = _exclusive_posix(of_process)
+        locks = [lock for lock in of_process.get("locks", ()) if lock not in exclusive]
+        kept[pid] = {**of_process, "locks": locks} if exclusive else of_process
+    return kept
+
+
+def free_port(family: int, type: int, address: str) -> int:
+    """Return a port that is free now at an address of this host.  Raises `OSError`."""
+    with socket.socket(family, type) as trial:
+        trial.bind((address, 0))
+        return int(trial.getsockname()[1])
+
+
+def _exclusive_posix(of_process: Mapping[str, Any]) -> list[Any]:
+    return [lock for lock in of_process.get("locks", ()) if lock[1] != fcntl.F_RDLCK]
+
+
+def _replace(path: Path, magic: int, contents: Iterable[bytes]) -> None:
+    kept = list(contents)
+    path.unlink(missing_ok=True)  # a link into the image
+    rewrite(path, magic, kept)
+
+
+def _locks(directory: Path) -> Iterator[tuple[bytes, int | None]]:
+    """Yield each lock's record, and the id of its file if the lock is exclusive."""
+    path, known = directory / _LOCKS, images.DescriptorIds()
+    for record in records(path, images.FILE_LOCKS_MAGIC) if path.exists() else ():
+        fields = fields_of(record)
+        exclusive = number_of(fields, images.LOCK_TYPE) == fcntl.F_WRLCK
+        kind = (number_of(fields, images.LOCK_FLAGS) or 0) & (_FLOCK | _OFD | images.FL_POSIX)
+        yield record, images.locked_file(directory, fields, known) if exclusive and kind else None
+
+
+def _separated(
+    directory: Path, own: Sequence[str], choose_port: ChoosePort, prefix: str
+) -> tuple[list[bytes], list[Exclusive]]:
+    contents = list(records(directory / images.FILES, images.FILES_MAGIC))
+    ends = {_ends(fields) for record in contents if (fields := submessage(record, images.ENTRY_INET))}
+    found: list[Exclusive] = []
+    ports: dict[tuple[int, int, int], int] = {}
+    for index, record in enumerate(contents):
+        if fields := submessage(record, images.ENTRY_INET):
+            changed = _internet_socket(fields, ends, choose_port, ports, found)
+            number = images.ENTRY_INET
+        elif fields := submessage(record, _ENTRY_UNIX):
+            changed, number = _unix_socket(fields, own, prefix, found), _ENTRY_UNIX
+        else:
+            continue
+        if changed is not None:
+            kept = b"".join(map(encode, changed))
+            contents[index] = b"".join(
+                encode((each, kind, kept if each == number else value)) for each, kind, value in fields_of(record)
+            )
+    return contents, list(dict.fromkeys(found))
+
+
+def _internet_socket(
+    fields: list[Field],
+    ends: set[tuple[Any, ...]],
+    choose_port: ChoosePort,
+    ports: dict[tuple[int, int, int], int],
+    found: list[Exclusive],
+) -> list[Field] | None:
+    """Return the fields of a socket that gets another port; None for one that needs none."""
+    family, type, state, port = (
+        number_of(fields, each) or 0
+        for each in (images.INET_FAMILY, images.INET_TYPE, images.INET_STATE, images.INET_PORT)
+    )
+    own, peer = _ends(fields)
+    is_tcp = type == socket.SOCK_STREAM
+    if is_tcp and state not in (_CLOSED, _LISTENS):
+        if (peer, own) not in ends:
+            found.append(Exclusive("connection", f"a TCP connection to {_shown(*peer)}", "closed"))
+        return None
+    if not port or type not in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+        return None
+    address = own[0]
+    if is_tcp:
+        address = "::1" if family == socket.AF_INET6 else "127.0.0.1"
+    if (key := (family, type, port)) not in ports:  # several descriptors, or several sockets that share it
+        ports[key] = choose_port(family, type, address)
+    name = "TCP" if is_tcp else "UDP"
+    becomes = f"{name} port {ports[key]}" if ports[key] else f"another {name} port"
+    found.append(Exclusive("port", f"{name} port {_shown(own[0], port)}", f"{becomes} of {address}"))
+    packed = socket.inet_pton(family, address)
+    words = [int.from_bytes(packed[at : at + 4], "little") for at in range(0, len(packed), 4)]
+    changed = [field for field in fields if field[0] not in (images.INET_PORT, images.INET_ADDRESS)]
+    changed.append((images.INET_PORT, _VARINT, ports[key]))
+    return sorted([*changed, *((images.INET_ADDRESS, _VARINT, word) for word in words)], key=lambda field: field[0])
+
+
+def _ends(fields: list[Field]) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Return addresses and ports of both ends of a socket."""
+    family = number_of(fields, images.INET_FAMILY) or socket.AF_INET
+    addresses = (images.address_of(fields, each) for each in (images.INET_ADDRESS, _INET_PEER))
+    own, peer = (_plain(socket.inet_ntop(family, address)) for address in addresses)
+    return (own, number_of(fields, images.INET_PORT) or 0), (peer, number_of(fields, images.INET_PEERS_PORT) or 0)
+
+
+def _plain(address: str) -> str:
+    """Return an address of IPv4 in its own form, also where it is written as one of IPv6."""
+    mapped = ipaddress.ip_address(address)
+    inner = mapped.ipv4_mapped if isinstance(mapped, ipaddress.IPv6Address) else None
+    return str(inner or address)
+
+
+def _shown(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _unix_socket(fields: list[Field], own: Sequence[str], prefix: str, found: list[Exclusive]) -> list[Field] | None:
+    """Return the fields of a socket that gets another name; None for one without a name, or the kernel's own."""
+    name = next((value for number, _, value in fields if number == _UNIX_NAME and isinstance(value, bytes)), b"")
+    shown = os.fsdecode(name.strip(b"\0"))
+    if not shown or shown.startswith(tuple(own)):
+        return None
+    found.append(Exclusive("socket", f"unix socket {'@' if name[:1] == bytes(1) else ''}{shown}", "another name"))
+    ending = b"\0" if name.endswith(b"\0") else b""
+    moved = os.fsencode(f"{prefix}{number_of(fields, _UNIX_INODE)}") + ending
+    kept = [field for field in fields if field[0] not in (_UNIX_NAME, _UNIX_DIRECTORY)]
+    return sorted([*kept, (_UNIX_NAME, _BYTES, moved)], key=lambda field: field[0])

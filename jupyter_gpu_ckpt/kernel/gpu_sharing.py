@@ -1,0 +1,347 @@
+"""One kernel's part in sharing GPUs: its facts, from its lifecycle and its gate, and its moves, as they are decided.
+
+The exchange (`sharing.exchange`) calls `observe` and `must_leave` on its own thread; the lifecycle calls `admit` before
+it moves the kernel to a GPU, and waits there for its turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from ..cuda.gpus import Gpu
+from ..errors import CapsuleGone, GpuCkptError, GpuFull, GpuWaitCancelled, UnsupportedCuda
+from ..gate.gate import Gate
+from ..lifecycle import cuda_processes
+from ..lifecycle.context import Reason
+from ..lifecycle.lifecycle import Lifecycle
+from ..lifecycle.plans import State
+from ..sharing.exchange import Exchange, Member
+from ..sharing.participant import Participant, Residence
+from ..sharing.policy import GrantTurn, LeaveReason, NeverFits, WaitFor
+from ..trace import StepEvent
+from ..units import duration, size
+from .worker import Worker
+
+#: Seconds between two measurements of a running kernel's memory, and after which a move that failed is tried again.
+_MEASURE_S, _AGAIN_S = 1.0, 5.0
+#: Seconds after which a kernel that could not leave is asked again.
+_REFUSED_S = 60.0
+#: Seconds of a wait of which nothing is said, and between two texts of the same place.
+_UNSAID_S, _SAID_S = 0.5, 30.0
+
+
+class GpuSharing:
+    """The part of one kernel.  ``turns``: whether it also yields its GPU in the middle of a cell.
+
+    ``visible``: CUDA_VISIBLE_DEVICES of the kernel; other GPUs are not for it.
+    """
+
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        gate: Gate,
+        worker: Worker,
+        exchange: Exchange,
+        *,
+        turns: bool,
+        visible: str | None,
+        is_protected: Callable[[], bool],
+        log: logging.Logger | logging.LoggerAdapter[Any],
+    ) -> None:
+        self._lifecycle, self._gate, self._worker, self._exchange = lifecycle, gate, worker, exchange
+        self._turns, self._visible, self._is_protected, self._log = turns, visible, is_protected, log
+        self._member = Member(exchange, self)
+        self._measured = self._refused_at = self._failed_at = float("-inf")
+        self._move: Future[None] | None = None
+        self._cancelled = threading.Event()
+        self._waits = False
+        #: Calls at the launch gate whose place was given back.
+        self._ignored = 0
+        self._said: tuple[int, float] | None = None
+        lifecycle.kernel.admission = self
+        lifecycle.trace.sinks.append(self._stepped)
+        exchange.join(self._member)
+
+    def close(self) -> None:
+        """End the kernel's part."""
+        self._lifecycle.kernel.admission = None
+        self._cancelled.set()
+        self._exchange.leave(self._member)
+
+    @property
+    def participant(self) -> Participant:
+        """The facts that are shown to other servers."""
+        return self._member.participant
+
+    def waiting(self) -> dict[str, Any] | None:
+        """Return the kernel's place in the queue, its GPU's UUID, and the seconds that it will wait; None if none."""
+        decision = self._exchange.decision(self._member)
+        if self.participant.waiting_since is None or not isinstance(decision, WaitFor):
+            return None
+        since = round(time.monotonic() - self.participant.waiting_since, 1)
+        gpu = decision.gpus[0] if decision.gpus else next(iter(self.participant.gpus), None)
+        return {"gpu": gpu, "place": decision.place, "seconds": decision.seconds, "waited": since}
+
+    def give_back(self) -> None:
+        """Give the kernel's place in the queue back: its cell was interrupted."""
+        if self._waits:
+            self._cancelled.set()
+            self._exchange.poke()
+
+    # -- for the exchange
+
+    def observe(self, now: float) -> None:
+        """Bring the facts up to date: cells that began and ended, memory, calls at the launch gate."""
+        state = self._lifecycle.state
+        can_leave = now - self._refused_at > _REFUSED_S
+        self._member.update(
+            lambda p: replace(
+                p, protected=self._is_protected(), can_leave=can_leave, can_pause=can_leave and self._turns
+            )
+        )
+        if state is State.RUNNING:
+            self._observe_running(now)
+        elif state is State.OFF_GPU:
+            self._observe_off_gpu(now)
+        elif state is State.DEAD and self.participant.on:
+            self._member.update(lambda p: replace(p.cell_ended(now), residence=Residence.AWAY, on=(), resident=()))
+
+    def _observe_running(self, now: float) -> None:
+        working, participant = self._gate.working, self.participant
+        computes = participant.turn is not None or participant.waiting_since is not None
+        if now - self._measured >= _MEASURE_S or working is not computes:
+            self._measured = now
+            self._measure()
+        if working and not computes and self.participant.residence is Residence.PRESENT:
+            self._member.update(lambda p: p.touched(now, self._exchange.used(now)))
+        elif computes and not working:
+            self._member.update(lambda p: p.cell_ended(now))
+
+    def _touch(self, now: float) -> None:
+        """Have the kernel wait for a turn; a cell that has had turns is no new one."""
+        used = self._exchange.used(now)
+
+        def touched(p: Participant) -> Participant:
+            if p.turns and p.turn is None and p.waiting_since is None:
+                return replace(p, waiting_since=now)
+            return p.touched(now, used)
+
+        self._member.update(touched)
+
+    def _measure(self) -> None:
+        kernel = self._lifecycle.kernel
+        used = kernel.engine.gpus.used_by(*cuda_processes.candidates(kernel)) if kernel.capsule is not None else {}
+        if self._lifecycle.state is not State.RUNNING:  # a verb has begun meanwhile
+            return
+        on, bytes = tuple(used), tuple(used.values())
+        if not used:
+            self._member.update(lambda p: replace(p, residence=Residence.AWAY, on=(), resident=(), needs=()))
+        elif self.participant.residence in (Residence.PRESENT, Residence.AWAY):
+            gpus = self._allowed(on, kernel.engine.gpus.list()) if set(on) - set(self.participant.gpus) else None
+            self._member.update(
+                lambda p: replace(
+                    p,
+                    residence=Residence.PRESENT,
+                    on=on,
+                    was_on=on,
+                    resident=bytes,
+                    needs=bytes,
+                    gpus=p.gpus if gpus is None else gpus,
+                )
+            )
+
+    def _observe_off_gpu(self, now: float) -> None:
+        if (self._move is not None and not self._move.done()) or now - self._failed_at < _AGAIN_S:
+            return
+        if self._lifecycle.kernel.fast_path().touches() > self._ignored:
+            self._touch(now)
+            self._move = self._worker.submit(self._return)
+        elif (self.participant.turns or self.participant.waiting_since is not None) and not self._gate.working:
+            self._member.update(lambda p: p.cell_ended(now))
+        elif self.participant.waiting_since is not None:  # as a call that came when its memory was about to leave
+            self._member.update(lambda p: replace(p, waiting_since=None))
+
+    def _return(self) -> None:
+        try:
+            if self._lifecycle.state is State.OFF_GPU:
+                self._lifecycle.resume()
+        except GpuWaitCancelled:
+            self._log.info("Kernel %s: its cell does not wait for a GPU any more", self._lifecycle.home.kernel_id)
+        except GpuCkptError as error:
+            self._failed_at = time.monotonic()
+            self._log.warning("Kernel %s has not come back to a GPU: %s", self._lifecycle.home.kernel_id, error)
+            with contextlib.suppress(GpuCkptError):
+                self._gate.print_notice(f"The GPU cannot be had: {error.message} It is tried again.")
+        except Exception:
+            self._failed_at = time.monotonic()
+            self._log.exception("Kernel %s has not come back to a GPU", self._lifecycle.home.kernel_id)
+
+    def must_leave(self, reason: LeaveReason) -> None:
+        """Begin to move the kernel off the GPU."""
+        if self._move is None or self._move.done():
+            self._move = self._worker.submit(self._leave)
+
+    def _leave(self) -> None:
+        lifecycle, kernel_id = self._lifecycle, self._lifecycle.home.kernel_id
+        if lifecycle.state is not State.RUNNING or not self._exchange.has_to_leave(self._member):
+            return
+        self._log.info("Kernel %s leaves its GPU for another kernel", kernel_id)
+        try:
+            try:
+                lifecycle.yield_gpu()
+            except UnsupportedCuda:
+                if self._gate.working:
+                    raise
+                lifecycle.suspend()
+        except GpuCkptError as error:
+            self._refused_at = time.monotonic()
+            self._log.info("Kernel %s keeps its GPU: %s", kernel_id, error)
+        except Exception:
+            self._refused_at = time.monotonic()
+            self._log.exception("Kernel %s has not left its GPU", kernel_id)
+
+    # -- for the lifecycle
+
+    def admit(self, needs: Mapping[str, int], present: Sequence[Gpu], *, elsewhere: bool) -> dict[str, str]:
+        """Wait until the kernel may have ``needs`` (bytes by GPU UUID); return the GPU to use for each of these.
+
+        ``elsewhere``: whether others of the same model will do.  Raises `GpuFull` for what never fits,
+        `GpuWaitCancelled` if the place was given back, and as `Cancellation.check`.
+        """
+        self._cancelled.clear()
+        home, began = tuple(needs), time.monotonic()
+        gpus = self._allowed(home, present) if elsewhere else home
+        self._said, self._waits = None, True
+
+        def wait(participant: Participant) -> Participant:
+            changed = replace(participant, gpus=gpus, needs=tuple(needs.values()), residence=Residence.AWAY)
+            return replace(changed, on=(), resident=())
+
+        try:
+            self._member.update(wait)
+            self._touch(began)
+            while True:
+                self._check()
+                decision = self._exchange.decision(self._member)
+                if isinstance(decision, NeverFits):
+                    raise _never_fits(decision)
+                if isinstance(decision, GrantTurn) and (grant := self._exchange.claim(self._member)) is not None:
+                    break
+                if isinstance(decision, WaitFor):
+                    self._say(decision, present, time.monotonic() - began)
+                self._exchange.wait(0.2)
+        except BaseException:
+            self._member.update(lambda p: p.cell_ended(time.monotonic()))
+            raise
+        finally:
+            self._waits = False
+        if self._said is not None:
+            self._print(f"{_named(grant.gpus[0], present)} after {duration(time.monotonic() - began)}")
+        return dict(zip(home, grant.gpus, strict=True))
+
+    def renew(self) -> None:
+        """Wait anew for the GPUs that the kernel was admitted to, if this process was stopped since; as `admit`."""
+        while self.participant.residence is Residence.ARRIVING and not self._member.claim_is_valid():
+            on, needs = self.participant.on, self.participant.needs
+            self.admit(dict(zip(on, needs, strict=True)), self._lifecycle.engine.gpus.list(), elsewhere=False)
+
+    def settle(self) -> None:
+        """Note the end of a move to a GPU, whichever it was."""
+        if self.participant.residence is not Residence.ARRIVING:
+            return
+        self._measured, now = float("-inf"), time.monotonic()
+        used = self._exchange.used(now)
+        if self._lifecycle.kernel.saved.cuda:
+            self._member.update(lambda p: p.move_failed(now, used).cell_ended(now))
+        else:
+            self._ignored = 0
+            self._member.update(lambda p: _timed(p.arrived(now)))
+
+    def _check(self) -> None:
+        kernel = self._lifecycle.kernel
+        kernel.cancellation.check(Reason.DETACH_SOON)
+        if kernel.capsule is not None and (status := kernel.capsule.poll()) is not None:
+            raise CapsuleGone(f"The kernel's process ended (status {status}).", status=status)
+        if self._cancelled.is_set():
+            with contextlib.suppress(GpuCkptError):
+                self._ignored = kernel.fast_path().touches() if kernel.capsule is not None else 0
+            raise GpuWaitCancelled("The cell does not wait for a GPU any more: it was interrupted.")
+
+    def _say(self, decision: WaitFor, present: Sequence[Gpu], waited: float) -> None:
+        """Print the place in the waiting cell: once it is worth a line, and when it changes."""
+        if waited < _UNSAID_S:
+            return
+        if self._said is not None and self._said[0] == decision.place and waited - self._said[1] < _SAID_S:
+            return
+        self._said = (decision.place, waited)
+        gpu = decision.gpus[0] if decision.gpus else next(iter(self.participant.gpus), "")
+        self._print(f"waiting for {_named(gpu, present)}: {place_text(decision.place, decision.seconds)}")
+
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(GpuCkptError):
+            self._gate.print_notice(text)
+
+    def _allowed(self, home: Sequence[str], present: Sequence[Gpu]) -> tuple[str, ...]:
+        """Return the GPUs that the kernel may be on: those of the same model that CUDA_VISIBLE_DEVICES does not hide.
+
+        Its own are first, in its own order.  A kernel with several stays on them.
+        """
+        models = {(gpu.name, gpu.total) for gpu in present if gpu.uuid in home}
+        if len(home) != 1 or len(models) != 1:
+            return tuple(home)
+        named = None if self._visible is None else [word.strip() for word in self._visible.split(",")]
+
+        def is_visible(gpu: Gpu) -> bool:
+            return named is None or any(word == str(gpu.index) or gpu.uuid.startswith(word) for word in named if word)
+
+        same = [gpu.uuid for gpu in present if (gpu.name, gpu.total) in models and is_visible(gpu)]
+        return (*home, *(uuid for uuid in same if uuid not in home))
+
+    # -- as a sink of the lifecycle's trace
+
+    def _stepped(self, event: StepEvent) -> None:
+        if event.step != "cuda_suspend" or self.participant.residence is Residence.AWAY:
+            return
+        now = time.monotonic()
+        used = self._exchange.used(now)
+        if event.kind == "started":
+            self._ignored = 0
+            self._member.update(lambda p: p.leaving(now, used))
+        elif event.kind == "completed":
+            # It waits again once it calls CUDA: what it computes without needs no turn.
+            self._member.update(lambda p: _timed(replace(p.left(now), waiting_since=None)))
+        elif event.kind == "failed":
+            self._measured = float("-inf")
+            self._member.update(lambda p: replace(p.move_failed(now, used), waiting_since=None))
+
+
+def _timed(participant: Participant) -> Participant:
+    """Return the participant with the time of its last move as the estimate of the next one of its kind."""
+    swap = participant.swaps[-1]
+    if participant.residence is Residence.AWAY:
+        return replace(participant, leave_seconds=swap.seconds)
+    return replace(participant, arrive_seconds=swap.seconds)
+
+
+def place_text(place: int, seconds: float | None) -> str:
+    """Return a place in a queue and its estimate, for people."""
+    where = "next" if place == 1 else f"place {place}"
+    return where if seconds is None else f"{where}, about {duration(seconds)}"
+
+
+def _named(uuid: str, present: Sequence[Gpu]) -> str:
+    index = next((gpu.index for gpu in present if gpu.uuid == uuid), None)
+    return "a GPU" if index is None else f"GPU {index}"
+
+
+def _never_fits(decision: NeverFits) -> GpuFull:
+    message = f"The kernel needs {size(decision.needed, 2)} on a GPU; the largest that it may use has "
+    message += f"{size(decision.largest, 2)} without the programs that do not share."
+    return GpuFull(message, left="nothing was changed", needed=decision.needed, free=decision.largest)

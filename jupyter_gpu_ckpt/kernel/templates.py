@@ -1,0 +1,119 @@
+"""Templates: kernelspecs whose kernels start from an image in place of a launch.
+
+A template is a kernelspec of this user, which launchers show, and an image that is kept for it: a copy, so that neither
+the kernel it comes from nor one that starts from it changes it.  The kernelspec names the image, so there is no other
+record of templates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+from ..errors import BadRequest, GpuCkptError, TemplateNotFound
+from ..image import branch
+from ..image.branch import NewKernel
+from ..image.save_point import SavePoint
+from ..image.store import Image, Store
+from . import branching
+from .agent_injection import PROVISIONER
+
+
+@dataclass(frozen=True)
+class Template:
+    """A template: ``name`` of its kernelspec, ``display_name`` in launchers, id of its ``image``."""
+
+    name: str
+    display_name: str
+    image: str
+
+
+def templates() -> list[Template]:
+    """Return the templates of this user, by name."""
+    return sorted(_found(), key=lambda each: each.name)
+
+
+def _found() -> Iterator[Template]:
+    manager = KernelSpecManager()
+    for name, found in manager.get_all_specs().items():
+        spec = found["spec"]
+        provisioner: Any = spec.get("metadata", {}).get("kernel_provisioner", {})
+        image = provisioner.get("config", {}).get("template")
+        if provisioner.get("provisioner_name") == PROVISIONER and isinstance(image, str):
+            yield Template(name, str(spec["display_name"]), image)
+
+
+def create(store: Store, source: Image, name: str, *, accepts_differences: bool = False) -> Template:
+    """Make a template from an image; its kernelspec is that of the image's kernel, by another name.
+
+    After failure there is neither a kernelspec nor an image.  Raises `BadRequest` for a name that is taken or that no
+    kernelspec can have, `NoSuchKernel` as `BadRequest`, and as `branching.BranchPlan.require` and `branch.copy`.
+    """
+    manager = KernelSpecManager()
+    if name in manager.find_kernel_specs():
+        raise BadRequest(f"There is a kernelspec {name!r} already.", hint="Choose another name.")
+    try:
+        spec = manager.get_kernel_spec(source.manifest.kernel_name)
+    except NoSuchKernel as error:
+        message = f"The kernelspec of the image's kernel, {source.manifest.kernel_name!r}, is not here."
+        raise BadRequest(
+            message, hint="Install it first: kernels start by it where the template cannot be used."
+        ) from error
+    plan = branching.plan(store, source)
+    plan.require(accepts_differences)
+    key = plan.session.kernel_key if source.manifest.branched_from else str(plan.session.front["key"])
+    session = dataclasses.replace(plan.session, kernel_id=str(uuid.uuid4()), notebook="", kernel_key=key)
+    kernel = NewKernel(session.kernel_id, source.manifest.kernel_name, session.write, is_template=True)
+    image = branch.copy(store, source, kernel, SavePoint(name))
+    try:
+        branch.tidy(source)
+        shown = f"{name} (template of {spec.display_name})"
+        config = {"provisioner_name": PROVISIONER, "config": {"template": image.id}}
+        document = {**spec.to_dict(), "display_name": shown}
+        document["metadata"] = {**spec.metadata, "kernel_provisioner": config}
+        _install(manager, name, document, Path(spec.resource_dir))
+    except BaseException as error:
+        store.remove(image)
+        if isinstance(error, ValueError):
+            raise BadRequest(f"{error}") from error
+        raise
+    return Template(name, shown, image.id)
+
+
+def _install(manager: KernelSpecManager, name: str, document: dict[str, Any], resources: Path) -> None:
+    """Install a kernelspec for this user, with the logos of another one.  Raises `ValueError` for an unusable name."""
+    with tempfile.TemporaryDirectory() as directory:
+        made = Path(directory) / "spec"
+        if resources.is_dir():
+            shutil.copytree(resources, made)
+        else:
+            made.mkdir()
+        (made / "kernel.json").write_text(json.dumps(document, indent=1))
+        manager.install_kernel_spec(str(made), name, user=True)
+
+
+def remove(store: Store, name: str) -> Template:
+    """Remove a template, its kernelspec and its image; kernels that have started from it are not changed.
+
+    Raises `TemplateNotFound`, and as `Store.remove`; the kernelspec is removed first.
+    """
+    found = {each.name: each for each in templates()}
+    if name not in found:
+        there = ", ".join(sorted(found)) or "none"
+        raise TemplateNotFound(f"There is no template {name!r}; there are: {there}.")
+    KernelSpecManager().remove_kernel_spec(name)
+    try:
+        store.remove(store.get(found[name].image))
+    except GpuCkptError as error:
+        error.left = "the kernelspec is removed, the image is not"
+        raise
+    return found[name]

@@ -1,0 +1,157 @@
+"""Going back to a save point: whether it can be done, and the files that differ from what they were.
+
+The present state is saved first, as a save point in which the kernel sleeps until it is back: whatever happens in
+between, the next wake brings that state.  Files that are replaced meanwhile are noted beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..errors import BadRequest, FilesDiffer, GpuCkptError, MissingFile
+from ..files.atomic import write_atomically
+from ..files.disk import mapped_errors
+from ..image import kept_files, layout, links, save_point
+from ..image.encryption import Readable
+from ..image.image import Image
+from ..image.kept_files import KeptFile
+from ..node.match import require
+from ..node.mismatch import Mismatch
+from . import compatibility
+from .context import FilesChoice, KernelState
+
+#: Of files, and of what the present kernel may have itself, or the next steps find out.
+_FILES = frozenset({"file_changed", "file_missing", "build"})
+_LATER = frozenset({"device_memory", "memory", "port", "socket"})
+#: Seconds to wait for the lease of a save point that another process reads for a moment.
+_MOMENT = 2.0
+THEN, NOW = "then", "now"
+
+
+def require_choice(files: Any) -> FilesChoice:
+    """Return a choice of files, by path or for all.  Raises `BadRequest` for anything else."""
+    chosen = list(files.values()) if isinstance(files, dict) else [files]
+    if files is not None and not all(each in (THEN, NOW) for each in chosen):
+        raise BadRequest('files is "then", "now", or an object with one of them for each path.')
+    choice: FilesChoice = files
+    return choice
+
+
+def check(kernel: KernelState, point: Image, files: FilesChoice) -> list[str]:
+    """Check that a kernel can go back, which is not disturbed; return the files that are to be put back.
+
+    Raises as a wake does, `FilesDiffer` for files without a choice.
+    """
+    engine = kernel.engine
+
+    def compare(accept: bool) -> list[Mismatch]:
+        found = compatibility.mismatches(
+            point.manifest, engine.store, engine.gpus, engine.criu_version, accept_changed_files=accept
+        )
+        return [each for each in found if each.field not in _LATER]
+
+    with point.lease(_MOMENT):
+        engine.store.begin_check(point).cancel(wait_for_end=True)  # the rest is verified as it is read
+        links.put_back(point.manifest)
+        try:
+            found, then = settle(point, files, compare, insist=True)
+        finally:
+            links.keep(point.manifest)
+    require(found, point.id)
+    return then
+
+
+def settle(
+    image: Image, files: FilesChoice, compare: Callable[[bool], list[Mismatch]], *, insist: bool
+) -> tuple[list[Mismatch], list[str]]:
+    """Return the mismatches that are left by a choice of files, and the files to put back.
+
+    ``compare``: returns the mismatches, with changed files accepted or not.  ``insist``: raise `FilesDiffer` where the
+    choice says nothing about a file.
+    """
+    kept, found = kept_files.of_image(image), compare(False)
+    differing = {each.path for each in found if each.field in _FILES and each.hard}
+    differing |= {path for path, file in kept.items() if file.copy and kept_files.differs(path, file)}
+    then, now, open_ = [], set(), []
+    for path in sorted(differing):
+        can = path in kept and kept[path].kept
+        wanted = files.get(path) if isinstance(files, Mapping) else files
+        if can and (wanted == THEN or path.startswith(kept_files.SHARED_MEMORY)):
+            then.append(path)
+        elif wanted == NOW:
+            now.add(path)
+        else:
+            open_.append(path)
+    accepting = compare(True) if now or open_ else []
+    if open_ and insist:
+        stuck = {each.path for each in accepting if each.field in _FILES and each.hard}
+        raise _differ([_described(path, kept.get(path), may_stay=path not in stuck) for path in open_])
+    settled = {*then, *now}
+    left = [each for each in found if each.field not in _FILES or each.path not in settled]
+    return left + [each for each in accepting if each.field in _FILES and each.path in now], then
+
+
+def _described(path: str, file: KeptFile | None, *, may_stay: bool) -> dict[str, Any]:
+    try:
+        facts = os.lstat(path)
+        now = {"bytes": facts.st_size, "mtime": facts.st_mtime}
+    except OSError:
+        now = None
+    then = {"bytes": file.bytes, "mtime": file.mtime / 1e9} if file is not None else None
+    choices = [THEN] * (file is not None and file.kept) + [NOW] * (may_stay and now is not None)
+    return {"path": path, "then": then, "now": now, "choices": choices}
+
+
+def _differ(files: list[dict[str, Any]]) -> FilesDiffer:
+    named = ", ".join(each["path"] for each in files[:3]) + (f" and {len(files) - 3} more" if files[3:] else "")
+    return FilesDiffer(f"Files are not as they were at the save point: {named}.", files=files)
+
+
+def put_files_back(image: Image, paths: Iterable[str], files: Readable, present: Image | None) -> None:
+    """Replace files by those that a save point has kept; ``present``: has noted which, for its own wake.
+
+    Raises `MissingFile`, `ImageDamaged`, `StoreUnwritable`.
+    """
+    kept, paths = kept_files.of_image(image), list(paths)
+    if not paths:
+        return
+    if present is not None:
+        with mapped_errors(present.path.parent):
+            write_atomically(layout.mark(present.path, layout.REPLACED), json.dumps(paths), durable=True)
+    directory, links = files.criu_directory / layout.KEPT, kept_files.links_directory(image.path)
+    for path in paths:
+        try:
+            kept_files.put_back(path, kept[path], directory, links)
+        except OSError as error:
+            raise MissingFile(f"{path} cannot be put back: {error.strerror}.", culprit=path) from error
+
+
+def replaced(image: Image) -> dict[str, str]:
+    """Return the choice for files that were replaced since the save point ``image``, in which the kernel sleeps."""
+    try:
+        paths = json.loads(layout.mark(image.path, layout.REPLACED).read_text())
+    except (OSError, ValueError):
+        return {}
+    return {str(path): THEN for path in paths} if isinstance(paths, list) else {}
+
+
+def automatic_name(why: str, images: Iterable[Image], kernel_id: str) -> str:
+    """Return a name that the kernel has not used, with the time (UTC)."""
+    name = f"{why} {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}"[: save_point.LONGEST - 4].strip()
+    used, number = save_point.of_kernel(images, kernel_id), 1
+    while (unique := name if number == 1 else f"{name} {number}") in used:
+        number += 1
+    return unique
+
+
+def thin_out(kernel: KernelState) -> None:
+    """Delete the kernel's automatic save points that are too many.  One in use is left for the next time."""
+    store, most = kernel.engine.store, kernel.settings.automatic_save_points
+    for image in save_point.surplus(store.images(), kernel.home.kernel_id, most):
+        with contextlib.suppress(GpuCkptError):
+            store.remove(image)

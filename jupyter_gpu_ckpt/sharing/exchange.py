@@ -1,0 +1,314 @@
+"""One server's part in sharing GPUs: shows its kernels' records, reads those of all servers, decides, and acts.
+
+A server acts for its own kernels only.  Notices between servers are the records themselves: each looks ten times a
+second whether the directory has changed, and reads it then, and once a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+from ..cuda import gpu_locks
+from ..cuda.gpus import Gpus
+from ..errors import GpuCkptError, GpuFull
+from . import policy, records
+from .participant import Participant, Residence
+from .policy import (
+    HEARTBEAT_S,
+    SILENT_S,
+    Decisions,
+    GrantTurn,
+    LeaveReason,
+    NeverFits,
+    NodeSnapshot,
+    Rules,
+    SharedGpu,
+    WaitFor,
+)
+
+#: Seconds between two looks at the directory, and between two readings of it and of the GPUs.
+POLL_S, READ_S = 0.1, 1.0
+#: Seconds in which a server has to begin what is decided for its kernel; else that is passed over for so many.
+IDLE_S, PASSED_OVER_S = 4.0, 30.0
+#: Seconds to wait for the lock of a GPU; then the claim is tried again.
+_LOCK_S = 0.5
+#: Seconds without a heartbeat after which a server takes itself for silent: sooner than others do.
+_LATE_S = SILENT_S - 0.5
+
+_log = logging.getLogger(__name__)
+
+
+class SharedKernel(Protocol):
+    """The kernel behind a `Member`.  Called on the exchange's thread, which waits for these calls."""
+
+    def observe(self, now: float) -> None:
+        """Bring the member up to date."""
+
+    def must_leave(self, reason: LeaveReason) -> None:
+        """Begin to move the kernel's memory off the GPU, on another thread; called again until it is done."""
+
+
+class Member:
+    """A kernel of this server that shares GPUs: its record, and what is decided for it.  Thread-safe."""
+
+    def __init__(self, exchange: Exchange, kernel: SharedKernel) -> None:
+        self._exchange, self.kernel = exchange, kernel
+        self._record = records.OwnRecord(exchange.directory)
+        self._lock, self._removed = threading.Lock(), False
+        #: When the record was written last, and the end of the last silence: claims from before are void for others.
+        self._written, self._silent_until = time.monotonic(), -math.inf
+        self._participant = Participant(self._record.name, str(os.geteuid()), (), (), 0.0)
+
+    @property
+    def participant(self) -> Participant:
+        """The facts as they are shown."""
+        return self._participant
+
+    def update(self, change: Callable[[Participant], Participant]) -> Participant:
+        """Apply ``change`` to the facts, and show them.  Raises `OSError`; the facts are changed all the same."""
+        with self._lock:
+            changed = change(self._participant)
+            if changed == self._participant:
+                return changed
+            self._participant = changed
+            if self._removed:
+                return changed
+            self._write()
+        self._exchange.poke()
+        return changed
+
+    def beat(self) -> None:
+        """Show that the server lives, if it is time for that.  Raises `OSError`."""
+        with self._lock:
+            if not self._removed and time.monotonic() - self._written >= HEARTBEAT_S / 2:
+                self._write()
+
+    def _write(self) -> None:
+        now = time.monotonic()
+        if now - self._written > _LATE_S:
+            self._silent_until = now
+        self._record.write(self._participant)
+        self._written = now
+
+    def claim_is_valid(self) -> bool:
+        """Return whether all others know of the last claim: this server has not been silent since, nor is it now.
+
+        A server that was stopped goes on where it was, and others may have been granted its memory meanwhile.
+        """
+        with self._lock:
+            claimed = self._participant.granted_at
+            late = time.monotonic() - self._written > _LATE_S
+            return claimed is not None and claimed > self._silent_until and not late
+
+    def remove(self) -> None:
+        """Delete the record."""
+        with self._lock, suppress(OSError):
+            self._removed = True
+            self._record.remove()
+
+
+class Exchange:
+    """All members of this server.  The thread runs while there are any."""
+
+    def __init__(self, gpus: Gpus, rules: Rules | None = None) -> None:
+        self.rules = rules or Rules()
+        self.directory = gpus.lock_directory
+        self._gpus = gpus
+        self._members: dict[str, Member] = {}
+        self._changed = threading.Condition()
+        self._poked = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._decisions, self._decided_at = Decisions(), 0.0
+        self._participants: tuple[Participant, ...] = ()
+        #: Since when a decision stands and is carried out by nobody; until when a kernel is passed over for that.
+        self._standing: dict[tuple[str, str], float] = {}
+        self._passed_over: dict[tuple[str, str], float] = {}
+        self._failing = False
+
+    # -- members
+
+    def join(self, member: Member) -> None:
+        """Have the member's kernel take part."""
+        with self._changed:
+            self._members[member.participant.kernel] = member
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="gpu-ckpt-sharing", daemon=True)
+                self._thread.start()
+
+    def leave(self, member: Member) -> None:
+        """End the part of a kernel.  Its memory, if it has any, is another program's for all others."""
+        with self._changed:
+            self._members.pop(member.participant.kernel, None)
+            self._changed.notify_all()
+        member.remove()
+        self.poke()
+
+    def poke(self) -> None:
+        """Have the thread decide now: a fact has changed."""
+        self._poked.set()
+
+    # -- decisions
+
+    @property
+    def participants(self) -> tuple[Participant, ...]:
+        """The records of all servers, as last read."""
+        return self._participants
+
+    @property
+    def decisions(self) -> Decisions:
+        """The last decisions."""
+        return self._decisions
+
+    def decision(self, member: Member) -> GrantTurn | WaitFor | NeverFits | None:
+        """Return what was decided last for a member that waits."""
+        decisions, name = self._decisions, member.participant.kernel
+        found: list[GrantTurn | WaitFor | NeverFits] = [*decisions.grants, *decisions.refusals, *decisions.waits]
+        return next((each for each in found if each.kernel == name), None)
+
+    def used(self, now: float) -> dict[str, float]:
+        """Return the seconds of all turns of all kernels until ``now``."""
+        return policy.used(self._participants, now)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the next decisions, for so many seconds at most."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def has_to_leave(self, member: Member) -> bool:
+        """Return whether the last decisions want the member off its GPUs."""
+        return any(each.kernel == member.participant.kernel for each in self._decisions.suspends)
+
+    def claim(self, member: Member) -> GrantTurn | None:
+        """Begin the turn that was decided for a member, if it still is by all facts under the locks of its GPUs.
+
+        A grant of which another server knows nothing is none: whoever has the locks reads all records again.
+        """
+        if not isinstance(grant := self.decision(member), GrantTurn):
+            return None
+        try:
+            with gpu_locks.locked(self.directory, grant.gpus, _LOCK_S):
+                snapshot = self._snapshot()
+                grants = policy.decide(snapshot).grants
+                again = next((each for each in grants if each.kernel == grant.kernel), None)
+                if again is None or again.move is not grant.move or not set(again.gpus) <= set(grant.gpus):
+                    return None
+                if again.move and not self._has_memory(member.participant, again, snapshot):
+                    return None
+                member.update(lambda participant: participant.granted(again.gpus, again.turn, time.monotonic()))
+                return again
+        except GpuFull:  # another restore has a lock
+            return None
+
+    def _has_memory(self, participant: Participant, grant: GrantTurn, snapshot: NodeSnapshot) -> bool:
+        """Return whether the GPUs have the memory free, without that which others are about to fill."""
+        for uuid, needed in zip(grant.gpus, participant.needs, strict=True):
+            arriving = sum(
+                bytes
+                for each in snapshot.participants
+                if each.residence is Residence.ARRIVING and each.kernel != participant.kernel
+                for on, bytes in zip(each.on, each.resident, strict=True)
+                if on == uuid
+            )
+            if self._gpus.free(uuid) - arriving < needed:
+                return False
+        return True
+
+    def _snapshot(self) -> NodeSnapshot:
+        now = time.monotonic()
+        own = {name: replace(each.participant, alive_at=now) for name, each in [*self._members.items()]}
+        read = {each.kernel: each for each in records.read(self.directory)}
+        known = sorted((read | own).values(), key=lambda each: each.kernel)
+        participants = tuple(self._without_idlers(known, now))
+        self._participants = participants
+        if not any(each.waiting_since is not None for each in participants):
+            return NodeSnapshot(now, (), participants, rules=self.rules)
+        gpus = tuple(
+            SharedGpu(gpu.uuid, gpu.total, policy.others(gpu.uuid, gpu.total, gpu.free, participants, now))
+            for gpu in self._gpus.list()
+        )
+        return NodeSnapshot(now, gpus, participants, rules=self.rules)
+
+    def _without_idlers(self, participants: list[Participant], now: float) -> Iterator[Participant]:
+        """Yield the participants, but as no waiting ones those that do not take what they are granted.
+
+        A server may be in a fault of its own, or a user lie: nobody waits for them.  Likewise one that does not leave
+        when it has to cannot leave.
+        """
+        for each in participants:
+            if self._passed_over.get(("grant", each.kernel), -math.inf) > now:
+                each = replace(each, waiting_since=None)
+            if self._passed_over.get(("suspend", each.kernel), -math.inf) > now:
+                each = replace(each, can_leave=False, can_pause=False)
+            yield each
+
+    def _note_idlers(self, decisions: Decisions, now: float) -> None:
+        """Note how long each decision has been carried out by nobody."""
+        grants = [("grant", each.kernel) for each in decisions.grants]
+        suspends = [("suspend", each.kernel) for each in decisions.suspends]
+        moving = {each.kernel for each in self._participants if each.residence is Residence.LEAVING}
+        waits = {key: self._standing.get(key, now) for key in [*grants, *suspends] if key[1] not in moving}
+        self._standing = {key: since for key, since in waits.items() if now - since < IDLE_S}
+        for key in waits.keys() - self._standing.keys():
+            _log.warning("A kernel that shares GPUs does not do what it should: it is passed over for a while")
+            self._passed_over[key] = now + PASSED_OVER_S
+        self._passed_over = {key: until for key, until in self._passed_over.items() if until > now}
+
+    # -- the thread
+
+    def _run(self) -> None:
+        stamp, read_at = -1, 0.0
+        while True:
+            with self._changed:
+                if not self._members:
+                    self._thread = None
+                    return
+            self._poked.wait(POLL_S)
+            poked = self._poked.is_set()
+            self._poked.clear()
+            try:
+                now = time.monotonic()
+                for member in [*self._members.values()]:
+                    with suppress(GpuCkptError):  # it ends, or its verb is under way
+                        member.kernel.observe(now)
+                    member.beat()
+                before, stamp = stamp, self._stamp()
+                due = self._decisions.next_at is not None and now >= self._decisions.next_at
+                if poked or due or stamp != before or now - read_at >= READ_S:
+                    read_at = now
+                    self._decide()
+                self._act()
+                self._failing = False
+            except Exception as error:
+                if not self._failing:  # the first of consecutive failures
+                    trace = None if isinstance(error, GpuCkptError | OSError) else error
+                    _log.warning("GPUs cannot be shared now; it is tried again: %s", error, exc_info=trace)
+                self._failing = True
+
+    def _stamp(self) -> int:
+        return os.stat(self.directory).st_mtime_ns
+
+    def _decide(self) -> None:
+        snapshot = self._snapshot()
+        decisions = policy.decide(snapshot) if snapshot.gpus else Decisions()
+        self._note_idlers(decisions, snapshot.now)
+        with self._changed:
+            self._decisions, self._decided_at = decisions, snapshot.now
+            self._changed.notify_all()
+
+    def _act(self) -> None:
+        for suspend in self._decisions.suspends:
+            if (member := self._members.get(suspend.kernel)) is not None:
+                member.kernel.must_leave(suspend.reason)
+        for grant in self._decisions.grants:
+            member = self._members.get(grant.kernel)
+            # One that has to move is claimed by the thread that moves it.
+            if member is not None and not grant.move and member.participant.waiting_since is not None:
+                self.claim(member)

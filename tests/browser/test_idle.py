@@ -1,0 +1,278 @@
+"""Idle kernels in the browser: the introduction, the countdown, memory, failures, narrow windows, keyboard, languages.
+
+One server whose idle policy counts down after ten seconds and never gets to the end; 16 fake GPUs; all else is real.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from desktop import BUTTON, NOTEBOOK, STATUS, TOAST, end_kernels, lab, write_notebook
+from fake_gpus import GIB, SUPPORT
+from harness import DAEMON, END_DAEMON
+from waiting import until
+
+from jupyter_gpu_ckpt.testing.fake_host import allocation_cell
+
+AXE = Path(__file__).resolve().parents[2] / "labextension" / "node_modules" / "axe-core" / "axe.min.js"
+GPUS = [f"GPU-fake-{number:02}" for number in range(16)]
+CONFIG = f"""
+import sys
+from pathlib import Path
+sys.path.append({SUPPORT!r})
+from jupyter_gpu_ckpt.testing.fake_host import install
+install({{uuid: 16 << 30 for uuid in {GPUS!r}}}, Path(c.GpuCkptProvisioner.image_dir))
+from jupyter_gpu_ckpt.doctor import checks
+as_json = checks.as_json
+checks.as_json = lambda found: {{**(document := as_json(found)), "fit": {{**document["fit"], "gpu": True}}}}
+c.IdlePolicy.suspend_after, c.IdlePolicy.checkpoint_after, c.IdlePolicy.notice = 3600, 7200, 3590
+c.IdlePolicy.interval = 0.2
+c.GpuCkptApp.error_page = "https://docs.example/runbook.html#{{code}}"
+"""
+CARD = ".jp-gpuCkpt-card"
+PANEL = "#gpu-ckpt-panel"
+WIDTHS = (400, 600, 800, 1024, 1280, 1600)
+LONG = "a_notebook_whose_name_is_much_longer_than_what_any_status_bar_has_space_for_" * 2 + ".ipynb"
+#: Rules of WCAG and of good practice; not those about the page as a whole, which is JupyterLab's.
+RUN_AXE = """
+async selectors => {
+  const include = selectors.filter(selector => document.querySelector(selector) !== null);
+  const found = await axe.run({ include }, { rules: { region: { enabled: false } } });
+  return { include, violations: found.violations.map(({ id, help, nodes }) => [id, help, nodes.map(n => n.html)]) };
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def jupyter(tmp_path_factory, base, chromium, criu_binary):
+    with lab(tmp_path_factory.mktemp("idle"), base, config=CONFIG) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def page(desktop, jupyter):
+    """JupyterLab, loaded once."""
+    with desktop.shared_tab(jupyter) as page:
+        yield page
+
+
+@pytest.fixture
+def tab(page, jupyter, request):
+    """A notebook whose kernel has memory on several GPUs."""
+    name = getattr(request, "param", "train.ipynb")
+    with page.notebook(write_notebook(jupyter, name, "x = 41\nprint('ready')", "print(x + 1)")) as tab:
+        tab.wait_for_phase("running")
+        tab.run(0)
+        tab.wait_for_output(0, "ready")
+        jupyter.run(tab.kernel_id(), allocation_cell(dict.fromkeys(GPUS[:3], GIB)))
+        yield tab
+        tab.quiet()
+
+
+def open_panel(tab):
+    panel = tab.page.locator(PANEL)
+    if not panel.is_visible():
+        tab.page.locator('li[data-id="gpu-ckpt-panel"]').click()
+    panel.get_by_text("GPU 15").first.wait_for()
+    return panel
+
+
+def assert_accessible(page, *selectors: str) -> None:
+    """Assert that axe finds nothing wrong with these elements, all of which are there."""
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE.read_text())
+    found = page.evaluate(RUN_AXE, list(selectors))
+    assert found["include"] == list(selectors)
+    assert found["violations"] == []
+
+
+def tab_until(page, selector: str, presses: int = 120) -> None:
+    """Press Tab until an element, or one within it, has the keyboard."""
+    for _ in range(presses):
+        page.keyboard.press("Tab")
+        if page.evaluate("selector => document.activeElement?.closest(selector) !== null", selector):
+            return
+    raise AssertionError(f"{selector} is not reached by the Tab key")
+
+
+def test_the_introduction_is_shown_until_it_is_closed_and_to_no_later_window(desktop, jupyter):
+    name = write_notebook(jupyter, "first.ipynb", "1")
+    with desktop.window(jupyter) as window:
+        page = window.tab(name).page
+        card = page.locator(CARD)
+        card.wait_for()
+        text = card.inner_text()
+        for part in ("idle for 60 min leaves the GPU", "After 2 h", "with every variable", "--protect 2h"):
+            assert part in text
+        assert_accessible(page, CARD)
+        page.screenshot(path=window.pictures / "introduction.png")
+        # The page's beginning, where the keyboard is after a load that gives it to no notebook.
+        page.evaluate("document.documentElement.tabIndex = -1; document.documentElement.focus()")
+        tab_until(page, f"{CARD} button", 5)
+        page.keyboard.press("Enter")
+        card.wait_for(state="hidden")
+        (settings,) = (jupyter.home / "config").rglob("jupyter-gpu-ckpt/plugin.jupyterlab-settings")
+        until(lambda: '"introduction": false' in settings.read_text() or page.wait_for_timeout(50))
+    with desktop.window(jupyter) as window:
+        page = window.tab(name).page
+        page.locator('li[data-id="gpu-ckpt-panel"]').click()
+        page.locator(PANEL).get_by_text("GPU 15").first.wait_for()
+        assert page.locator(CARD).count() == 0
+    end_kernels(jupyter)
+
+
+def test_an_idle_kernel_is_counted_down_and_can_be_kept(tab):
+    page, kernel_id = tab.page, tab.kernel_id()
+    status = page.locator(STATUS)
+    status.get_by_text(re.compile(r"^sleeps in 59:\d\d$")).wait_for()  # the policy itself says so
+    assert "leaves the GPU soon" in status.get_attribute("aria-label")
+    assert_accessible(page, STATUS)
+    status.click()
+    tab.toast("train.ipynb stays awake, for 60 min if nothing uses it")
+    status.wait_for(state="hidden")
+    policy = tab.window.server.get(f"gpu-ckpt/kernels/{kernel_id}")["policy"]
+    assert policy["idle_s"] < 60 and policy["next"] == "suspend"
+    tab.window.events.say("kernel_plan/v1", kernel_id, next="checkpoint", due_in_s=45.0)
+    status.get_by_text(re.compile(r"^sleeps in 0:4\d$")).wait_for()
+    tab.picture("countdown")
+    tab.run(1)
+    tab.wait_for_output(1, "42")
+    status.wait_for(state="hidden")  # before the policy says so: the kernel was used
+
+
+@pytest.mark.parametrize("tab", [LONG], indirect=True)
+def test_nothing_overflows_in_any_window(tab):
+    """In each state of the status bar's item, with 16 GPUs in the panel and a failure in its list."""
+    page, events, kernel_id = tab.page, tab.window.events, tab.kernel_id()
+    panel = open_panel(tab)
+    # The kernelspec's name, as long as some are.
+    page.add_style_tag(content=".jp-StatusBar-Left > :not(.jp-gpuCkpt-status) { min-width: 300px }")
+    step = {"verb": "checkpoint", "step": "dump", "status": "running", "bytes": 1, "expected_bytes": 2}
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 800})
+        for state in ("counted down", "moving", "asleep"):
+            if state == "counted down":
+                events.say("kernel_plan/v1", kernel_id, next="suspend", due_in_s=3000.0)
+            elif state == "moving":
+                events.state(kernel_id, "dumping", "running")
+                events.say("kernel_step/v1", kernel_id, fraction=0.99, **step)
+            else:
+                events.state(kernel_id, "checkpointed", "dumping")
+            page.locator(STATUS).wait_for()
+            until(lambda: tab.is_within_sight(STATUS) or page.wait_for_timeout(50), f"{state} at {width}")
+            over = page.locator(".jp-gpuCkpt-status").evaluate(
+                """node => {
+                  const bar = document.getElementById('jp-main-statusbar');
+                  const { width, height } = node.getBoundingClientRect();
+                  const inside = [...node.querySelectorAll('button, span')].map(each => each.offsetWidth);
+                  return [width - innerWidth / 2, height - bar.clientHeight, Math.max(...inside) - width];
+                }"""
+            )
+            assert max(over) <= 0, (width, state, over)
+        events.state(kernel_id, "running", "checkpointed")
+        wide = panel.evaluate("node => node.scrollWidth - node.clientWidth")
+        assert wide <= 0, (width, wide)
+    page.set_viewport_size({"width": 400, "height": 800})
+    events.say("kernel_plan/v1", kernel_id, next="suspend", due_in_s=3000.0)
+    page.locator(STATUS, has_text="keep it").wait_for()
+    tab.picture("narrow")
+
+
+def test_the_panel_shows_host_memory_and_child_processes(tab):
+    server, kernel_id = tab.window.server, tab.kernel_id()
+    server.run(kernel_id, "import subprocess\nchildren = [subprocess.Popen(['sleep', '9' * 60]) for _ in range(2)]")
+    panel = open_panel(tab)
+    row = panel.locator("li", has_text="train.ipynb").first
+    row.get_by_text("2 child processes").wait_for()  # within one round of the open panel
+    facts = re.compile(r"running · 1.0 GiB on the GPU · [\d.]+ MiB of host memory · idle [\d.]+ s")
+    row.get_by_text(facts).wait_for()
+    row.get_by_text("2 child processes").click()
+    row.get_by_text(f"sleep {'9' * 60}").first.wait_for()
+    assert_accessible(tab.page, PANEL)
+    tab.picture("children")
+    server.run(kernel_id, "for child in children: child.kill(), child.wait()")
+
+
+def test_failures_are_listed_with_what_helps_and_stay_when_it_has_helped(tab):
+    server, page = tab.window.server, tab.page
+    server.run(tab.kernel_id(), DAEMON)
+    tab.choose("Put kernel to sleep")
+    toast = tab.toast("was not put to sleep. Nothing was lost.")
+    toast.get_by_text("Details").click()
+    failure = page.locator(".jp-gpuCkpt-failures li")
+    until(lambda: page.evaluate("document.activeElement.dataset.failure") or page.wait_for_timeout(50))
+    text = failure.inner_text()
+    for part in ("train.ipynb was not put to sleep.", "1 child process that prevents it", "End these child processes"):
+        assert part in text
+    link = failure.get_by_role("link", name="CHILD_PROCESSES")
+    assert link.get_attribute("href") == "https://docs.example/runbook.html#child_processes"
+    assert_accessible(page, PANEL)
+    tab.picture("failures")
+    with server.busy(tab.kernel_id()):  # refused at once: the server remembers nothing of it
+        tab.choose("Put kernel to sleep")
+        failure.nth(1).wait_for()
+        assert "KERNEL_BUSY" in failure.first.inner_text()
+    server.run(tab.kernel_id(), END_DAEMON)
+    tab.choose("Put kernel to sleep")
+    tab.wait_for_phase("checkpointed")
+    assert failure.count() == 2
+    page.locator(TOAST).first.wait_for(state="detached")
+
+
+def test_by_keys_alone_a_kernel_sleeps_and_wakes(tab):
+    page = tab.page
+    page.locator(f"{NOTEBOOK} .jp-Cell").first.click()
+    page.keyboard.press("Escape")  # from here on the mouse is away
+    page.keyboard.press("Control+Shift+C")
+    page.keyboard.type("put kernel to sleep")
+    page.locator(".lm-CommandPalette-item.lm-mod-active", has_text="Put kernel to sleep").wait_for()
+    page.keyboard.press("Enter")
+    tab.wait_for_phase("checkpointed")
+    tab_until(page, STATUS)
+    page.keyboard.press("Enter")
+    tab.wait_for_phase("running")
+    tab_until(page, f"{NOTEBOOK} .jp-Toolbar")
+    for _ in range(20):  # the toolbar is one stop; the arrow keys move in it
+        if page.evaluate("selector => document.activeElement.matches(selector)", BUTTON):
+            break
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    menu = page.locator(".lm-Menu.jp-gpuCkpt-menu")
+    menu.wait_for()
+    assert_accessible(page, ".jp-gpuCkpt-button")  # the menu's elements are Lumino's
+    page.keyboard.press("Enter")  # its first item
+    tab.wait_for_phase("suspended")
+    page.keyboard.press("Control+Shift+C")
+    page.keyboard.type("can't this kernel sleep")
+    page.locator(".lm-CommandPalette-item.lm-mod-active", has_text="Why can't this kernel sleep?").wait_for()
+    page.keyboard.press("Enter")
+    page.locator(".jp-Dialog .jp-gpuCkpt-explain").wait_for()
+    assert_accessible(page, ".jp-Dialog .jp-gpuCkpt-explain")
+    page.keyboard.press("Escape")
+    page.locator(".jp-Dialog").wait_for(state="detached")
+    tab_until(page, STATUS)
+    page.keyboard.press("Enter")
+    tab.wait_for_phase("running")
+
+
+def test_in_german(desktop, tmp_path, runtime_base, criu_binary):
+    language = {"@jupyterlab/translation-extension/plugin": {"locale": "de_DE"}}
+    with (
+        lab(tmp_path / "home", runtime_base, config=CONFIG, **language) as running,
+        desktop.window(running) as window,
+    ):
+        tab = window.tab(write_notebook(running, "train.ipynb", "print('ready')"))
+        tab.page.locator(CARD).get_by_text("Verstanden").click()
+        tab.wait_for_phase("running")
+        tab.run(0)
+        tab.wait_for_output(0, "ready")
+        tab.choose("Kernel schlafen legen")
+        tab.wait_for_phase("checkpointed")
+        tab.toast("train.ipynb ist im Schlaf, nach .* s")
+        tab.wait_for_badge("im Schlaf")
+        tab.page.locator('li[data-id="gpu-ckpt-panel"]').click()
+        tab.page.locator(PANEL).get_by_text("Wecken").wait_for()
+        tab.picture("german")
+        tab.quiet()

@@ -1,0 +1,118 @@
+"""Images that are kept: by name, whatever other images their kernel has, and as often as they are restored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from images import FACTS, publish
+
+from jupyter_gpu_ckpt.errors import BadRequest, SavePointExists, SavePointNotFound
+from jupyter_gpu_ckpt.image import save_point
+from jupyter_gpu_ckpt.image.quota import used
+from jupyter_gpu_ckpt.image.retention import Limits, choose
+from jupyter_gpu_ckpt.image.save_point import SavePoint
+from jupyter_gpu_ckpt.image.store import Image
+from jupyter_gpu_ckpt.kernel.orphans import newest_images, only_copy
+from jupyter_gpu_ckpt.node.facts import file_facts
+
+POINT = SavePoint("before", cell=7, variables=[{"name": "x", "type": "int", "bytes": 28}])
+
+
+def kept(store, point: SavePoint = POINT, **facts) -> Image:
+    return publish(store, save_point=point.as_dict(), **facts)
+
+
+def test_a_save_point_is_found_by_its_name_with_its_summary(store):
+    image, other = kept(store), kept(store, replace(POINT, name="after"))
+    kept(store, kernel_id="another")
+    publish(store)
+    assert save_point.of_kernel(store.images(), FACTS.kernel_id) == {"before": image, "after": other}
+    assert save_point.of_image(store.get(image.id)) == POINT
+    assert save_point.find(store.images(), FACTS.kernel_id, "before") == image
+    with pytest.raises(SavePointNotFound, match="it has: after, before") as caught:
+        save_point.find(store.images(), FACTS.kernel_id, "x")
+    assert caught.value.details["names"] == ["after", "before"]
+
+
+def test_a_save_point_is_current_whatever_its_kernel_does_and_an_image_beside_it_is_not(store):
+    image, asleep = kept(store, generation=1), publish(store, generation=2)
+    store.check(image)
+    store.check(asleep)
+    store.generations.record_restored(FACTS.kernel_id, 2)
+    store.check(image)
+    assert [one.manifest.generation for one in store.images() if one.is_save_point] == [1]
+
+
+def test_no_server_attaches_the_kernel_of_a_save_point_unless_it_sleeps_in_it(store):
+    session = {
+        "session.json": b'{"version": 1, "kernel_id": "k", "kernel_name": "", "runtime_dir": "/nowhere", '
+        b'"has_agent": true, "path": "", "front": {}}'
+    }
+    image = publish(store, session, save_point=POINT.as_dict())
+    assert image.retired
+    assert newest_images(store) == {}
+    assert only_copy(image, "") is None
+    assert used(store.images()).kernels == frozenset()
+    image.unretire()
+    assert newest_images(store)[FACTS.kernel_id].image == image
+    assert only_copy(image, "") is not None
+    store.supersede(FACTS.kernel_id)
+    assert image.retired
+    assert store.images() == [image]
+
+
+def test_the_links_of_a_save_point_leave_their_names_to_the_next_dump_and_go_with_it(store, tmp_path):
+    file, link = tmp_path / "kept", tmp_path / "link_remap.7"
+    file.write_text("content")
+    link.hardlink_to(file)
+    facts = {"files": {str(link): {**(file_facts(str(link)) or {}), "made": True}}}
+    image = kept(store, fingerprint=facts)
+    second = Path(f"{link}.{image.id}")
+    assert (link.exists(), second.read_text()) == (False, "content")
+
+    link.hardlink_to(file)  # as the next dump does
+    asleep = publish(store, fingerprint=facts, generation=2)
+    store.remove(image)
+    assert (link.exists(), second.exists()) == (True, False), "it is the other image's"
+    store.remove(asleep)
+    assert not link.exists()
+
+
+@pytest.mark.parametrize("name", ["", " x", "x ", "a/b", "a\\b", "a\nb", ".a", "a\x9b", "x" * 81])
+def test_names_that_save_points_cannot_have(store, name):
+    with pytest.raises(BadRequest):
+        save_point.require_free_name(store.images(), FACTS.kernel_id, name)
+
+
+def test_a_name_is_used_once_by_each_kernel(store):
+    image = kept(store)
+    with pytest.raises(SavePointExists) as caught:
+        save_point.require_free_name(store.images(), FACTS.kernel_id, "before")
+    assert caught.value.details["image"] == image.id
+    save_point.require_free_name(store.images(), "another", "before")
+    store.remove(image)
+    save_point.require_free_name(store.images(), FACTS.kernel_id, "before")
+
+
+@pytest.mark.parametrize("facts", [{}, {"name": 3, "automatic": 1, "cell": "x", "variables": [3]}])
+def test_a_summary_of_another_shape_is_one_without_facts(store, facts):
+    found = save_point.of_image(publish(store, save_point=facts))
+    assert found == SavePoint(str(facts.get("name", "")))
+
+
+def test_of_automatic_save_points_the_newest_are_kept_and_others_all(store):
+    point = replace(POINT, automatic=True)
+    images = [kept(store, replace(point, name=str(number)), created=float(number)) for number in range(4)]
+    kept(store, created=0.0)
+    images[0].unretire()
+    assert save_point.surplus(store.images(), FACTS.kernel_id, 1) == [images[2], images[1]]
+    assert save_point.surplus(store.images(), FACTS.kernel_id, 3) == []
+
+
+def test_prune_counts_save_points_apart_from_images_of_sleeping_kernels(store):
+    old, new, asleep = kept(store, created=1.0), kept(store, created=2.0), publish(store, created=3.0)
+    assert choose(store.images(), Limits(keep_last=1), 10.0, lambda _: False) == [old]
+    assert choose(store.images(), Limits(max_age=7.5), 10.0, lambda _: False) == [old, new]
+    assert asleep in store.images()

@@ -1,0 +1,202 @@
+"""Branches: kernels that start from the image of another one, which sleeps, lives, or has gone on since."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sqlite3
+from pathlib import Path
+
+import pytest
+from harness import Notebook, alive, descendants
+from jupyter_client.manager import AsyncKernelManager
+
+from jupyter_gpu_ckpt.errors import BranchDiffers, BranchUnsafe, CriuError
+from jupyter_gpu_ckpt.kernel import branching
+from jupyter_gpu_ckpt.kernel.host import BranchPoint
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+
+#: Everything that must differ in a branch, as one line of JSON.
+IDENTITY = """
+import json, os, ssl, tempfile, uuid
+from multiprocessing import current_process
+_kernel = get_ipython().kernel
+with tempfile.NamedTemporaryFile() as _file: _name = _file.name
+print(json.dumps({
+    "session": _kernel.session.session, "key": _kernel.session.key.decode(), "topic": _kernel.ident,
+    "history": get_ipython().history_manager.session_number, "temporary": _name, "tls": ssl.RAND_bytes(16).hex(),
+    "uuid1": str(uuid.uuid1()), "uuid4": str(uuid.uuid4()), "pipe": _kernel.iopub_thread._pipe_port,
+}))
+"""
+#: The user's own state, as one line.
+STATE = "print(len(pages), sum(pages[7]), random.random(), numpy.random.rand(), torch.rand(1).item(), os.getcwd())"
+SERVER = """
+import fcntl, socket, threading
+path, lock = {!r}, {!r}
+listener = socket.create_server(("127.0.0.1", 0))
+datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); datagrams.bind(("127.0.0.1", 0))
+named = socket.socket(socket.AF_UNIX); named.bind(path); named.listen()
+locked = open(lock, "w"); fcntl.flock(locked, fcntl.LOCK_EX)
+posix = open(lock + ".posix", "w"); fcntl.lockf(posix, fcntl.LOCK_EX)
+answers = []
+def serve():
+    while True:
+        connection, _ = listener.accept()
+        answers.append(connection.recv(100)); connection.close()
+server = threading.Thread(target=serve, daemon=True); server.start()
+ports = [listener.getsockname()[1], datagrams.getsockname()[1]]
+print(*ports)
+"""
+#: Whether another process has locked the file.
+LOCKED = """
+with open(lock, "r+") as _other:
+    try: fcntl.flock(_other, fcntl.LOCK_EX | fcntl.LOCK_NB); print(False)
+    except BlockingIOError: print(True)
+"""
+
+
+@contextlib.asynccontextmanager
+async def branch_of(image: str, of: Notebook, directory: Path, **how):
+    """A kernel that starts from an image of another one, and its client; its images are in the same directory."""
+    directory.mkdir(exist_ok=True)
+    manager = AsyncKernelManager(
+        kernel_name="python3", config=of.manager.config, connection_file=str(directory / "connection.json")
+    )
+    await manager.start_kernel(cwd=str(directory), branch_of=BranchPoint(image, **how))
+    client = manager.client()
+    client.start_channels()
+    try:
+        # Not `wait_for_ready`: IPython draws the tip of its banner from the user's random numbers.
+        while (await client.get_iopub_msg(timeout=60))["msg_type"] != "iopub_welcome":
+            pass
+        yield Notebook(manager, client)
+    finally:
+        client.stop_channels()
+        await manager.shutdown_kernel(now=True)
+
+
+async def message_ids(kernel: Notebook, cells: int) -> list[str]:
+    """The ids of all messages by which a kernel answers so many cells that print."""
+    found = []
+    for _ in range(cells):
+        reply = await kernel.client.execute_interactive(
+            "for _ in range(20): print(_, flush=True)",
+            output_hook=lambda message: found.append(message["header"]["msg_id"]),
+            timeout=60,
+        )
+        found.append(reply["header"]["msg_id"])
+    return found
+
+
+async def test_two_branches_of_a_point_are_equal_there_and_share_nothing_that_must_be_unique(kernel, tmp_path):
+    """Two branches and the kernel itself, all three at once, before and after they have slept again."""
+    await kernel.run("import os, random, numpy, torch, ssl, tempfile; pages = [bytes([n]) * 4096 for n in range(200)]")
+    await kernel.run("random.seed(7); numpy.random.seed(7); torch.manual_seed(7); ssl.RAND_bytes(8)")
+    await kernel.run(IDENTITY)
+    image = await kernel.provisioner.save("point")
+    async with (
+        branch_of(image.id, kernel, tmp_path / "one") as one,
+        branch_of(image.id, kernel, tmp_path / "two") as two,
+    ):
+        three = [kernel, one, two]
+        states = [await each.run(STATE) for each in three]
+        assert states[0] == states[1] == states[2], "they are not equal at the point"
+        async with branch_of(image.id, kernel, tmp_path / "reseeded", reseed=True) as reseeded:
+            pairs = [*zip(states[0].split(), (await reseeded.run(STATE)).split(), strict=True)]
+        assert [mine == theirs for mine, theirs in pairs] == [True, True, False, False, False, True]
+        found = [json.loads(await each.run(IDENTITY)) for each in three]
+        same = {name for name in found[0] if len({each[name] for each in found}) < len(three)}
+        assert same == set()
+        for each, facts in zip(three, found, strict=True):
+            front = json.loads(Path(each.manager.connection_file).read_text())
+            assert facts["key"] == front["key"] == each.manager.session.key.decode()
+        for number, each in enumerate(three):
+            await each.run(f"mine = {number}; pages.append(bytes(10))")
+        await asyncio.gather(*(each.provisioner.checkpoint() for each in three))
+        assert [await each.run("print(mine, len(pages))") for each in three] == ["0 201", "1 201", "2 201"]
+        again = [json.loads(await each.run(IDENTITY)) for each in three]
+        assert [each["session"] for each in again] == [each["session"] for each in found]
+        answered = await asyncio.gather(*(message_ids(each, 15) for each in three))
+        ids = [id for each in answered for id in each]
+        assert len(ids) > 1000
+        assert len(set(ids)) == len(ids)
+
+
+async def test_what_cannot_exist_twice_is_named_before_and_is_otherwise_in_a_branch(kernel, tmp_path, runtime_base):
+    """Also where the kernel itself goes on beside the branch: with its ports, its socket and its locks."""
+    path, lock = str(runtime_base / "named"), str(tmp_path / "lock")
+    ports = list(map(int, (await kernel.run(SERVER.format(path, lock))).split()))
+    image = await kernel.provisioner.checkpoint()
+    plan = branching.plan(kernel.lifecycle.engine.store, image)
+    assert sorted(each.kind for each in plan.differs) == ["lock", "lock", "port", "port", "socket"]
+    assert {lock, f"{lock}.posix"} <= set(plan.shared)
+    with pytest.raises(BranchDiffers) as refused:
+        async with branch_of(image.id, kernel, tmp_path / "refused"):
+            pass
+    assert all(word in refused.value.message for word in (str(ports[0]), str(ports[1]), path, lock))
+    assert image.id in refused.value.left
+    assert "accept" in refused.value.hint
+    await kernel.run("print(posix.fileno())")  # it is back, with all of it
+    await kernel.provisioner.checkpoint()
+    image = kernel.lifecycle.image
+    await_kernel = kernel.run("print(*ports)")
+    async with branch_of(image.id, kernel, tmp_path / "branch", accepts_differences=True) as branch:
+        assert (await await_kernel).split() == list(map(str, ports))
+        notice = await branch.run("print(server.is_alive(), answers)", stream="stderr")
+        assert f"127.0.0.1:{ports[0]}" in notice
+        assert path in notice
+        names = "listener.getsockname()[1], datagrams.getsockname()[1], named.getsockname()"
+        own = (await branch.run(f"print({names})")).split()
+        assert int(own[0]) != ports[0]
+        assert int(own[1]) != ports[1]
+        assert own[2] != path
+        for port, owner, other in ((ports[0], kernel, branch), (int(own[0]), branch, kernel)):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+                connection.sendall(b"hello")
+                connection.recv(1)
+            assert await owner.run("print(answers)") == "[b'hello']"
+            assert await other.run("print(answers)") in ("[]", "[b'hello']")
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+            assert await kernel.run("print(named.accept()[0].getsockname())") == path
+        assert await branch.run(LOCKED) == "True"  # by the kernel
+        await kernel.run("locked.close()")
+        assert await branch.run(LOCKED) == "False"
+        await branch.provisioner.checkpoint()
+        assert await branch.run("print(server.is_alive())") == "True"
+
+
+async def test_there_is_no_branch_in_the_middle_of_a_transaction(kernel, tmp_path):
+    path = tmp_path / "data.sqlite"
+    sqlite3.connect(path).execute("create table t (n)").connection.commit()
+    await kernel.run(f"import sqlite3; data = sqlite3.connect({str(path)!r})")
+    await kernel.run("_ = data.execute('insert into t values (1)')")
+    image = await kernel.provisioner.checkpoint()
+    with pytest.raises(BranchUnsafe, match="transaction"):
+        async with branch_of(image.id, kernel, tmp_path / "branch", accepts_differences=True):
+            pass
+    assert await kernel.run("data.commit(); print(data.execute('select n from t').fetchall())") == "[(1,)]"
+
+
+async def test_a_branch_that_cannot_be_restored_leaves_only_the_image_it_came_from(kernel, tmp_path, runtime_base):
+    await kernel.run(f"x = 41; log = open({str(tmp_path / 'log')!r}, 'w+')")
+    image = await kernel.provisioner.checkpoint()
+    images = [each.id for each in kernel.lifecycle.engine.store.images()]
+    processes = len(alive(descendants(os.getpid())))
+    directories = sorted(runtime_base.iterdir())
+    (tmp_path / "log").write_text("others write to it")
+    with pytest.raises(CriuError) as refused:
+        async with branch_of(image.id, kernel, tmp_path / "branch"):
+            pass
+    assert refused.value.left == f"the image is kept as {image.id}"
+    assert image.id in refused.value.hint
+    assert [each.id for each in kernel.lifecycle.engine.store.images()] == images == [image.id]
+    assert not [*(tmp_path / "images").glob(".draft-*")]
+    assert sorted(runtime_base.iterdir()) == directories
+    assert len(alive(descendants(os.getpid()))) <= processes
+    async with branch_of(image.id, kernel, tmp_path / "branch", accept_changed_files=True) as branch:
+        assert await branch.run("print(x, log.read())") == "41 others write to it"

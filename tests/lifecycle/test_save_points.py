@@ -1,0 +1,186 @@
+"""Save points of real kernels, with real CRIU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpu_ckpt.errors import FilesDiffer, GpuCkptError, SavePointExists, SavePointNotFound
+from jupyter_gpu_ckpt.image import layout, save_point
+from jupyter_gpu_ckpt.image.save_point import SavePoint
+from jupyter_gpu_ckpt.lifecycle import going_back
+
+#: A file that is open under a name that was deleted, while it has another: CRIU makes a link of it.
+LINKED = """
+import os
+x = 1
+with open("first", "w") as file: file.write("content")
+os.link("first", "second")
+linked = open("first"); os.unlink("first")
+"""
+
+
+async def test_a_kernel_comes_back_from_its_save_point_as_often_as_it_is_wanted(kernel, tmp_path):
+    await kernel.run(LINKED)
+    lifecycle = kernel.lifecycle
+    point = lifecycle.checkpoint(SavePoint("one"))
+    assert not point.retired, "the kernel sleeps in it"
+    assert await kernel.run("print(x); x = 2") == "1"
+    await kernel.settled("running")
+    assert (point.path.exists(), point.retired) == (True, True)
+    for _ in range(2):  # IPython has saved lines of these numbers before
+        asleep = lifecycle.checkpoint()
+        lifecycle.kernel.image = point
+        assert await kernel.run("print(x, linked.read()); x = 3") == "1 content"
+        await kernel.settled("running")
+        lifecycle.engine.store.check(point)
+        lifecycle.engine.store.remove(asleep)
+    assert lifecycle.engine.store.images() == [point]
+    lifecycle.engine.store.remove(point)
+    assert [path.name for path in tmp_path.glob("*link_remap*")] == []
+
+
+TICKING = """
+import threading, time
+ticks = 0
+def tick():
+    global ticks
+    while True:
+        ticks += 1
+        time.sleep(0.001)
+threading.Thread(target=tick, daemon=True).start()
+values, text = list(range(1000)), "x" * 5000
+"""
+
+
+async def test_a_save_leaves_the_kernel_running_and_a_save_point_with_a_summary(kernel, tmp_path):
+    await kernel.run(LINKED)
+    await kernel.run(TICKING)
+    lifecycle, store = kernel.lifecycle, kernel.lifecycle.engine.store
+    pid = lifecycle.capsule.host_pid
+    point = lifecycle.save(SavePoint("one"))
+    assert (kernel.state, lifecycle.capsule.host_pid, lifecycle.image) == ("running", pid, None)
+    assert [event.step for event in kernel.steps.completed()] == [
+        *("preflight", "drain", "quiesce", "cuda_suspend", "disconnect", "dump", "continue"),
+        *("reserve", "cuda_resume", "unreserve", "connect", "thaw", "release", "keep"),
+    ]
+    store.check(point)
+    assert (point.retired, (point.path / layout.CLAIM).exists()) == (True, False)
+    facts = save_point.of_image(point)
+    assert facts is not None
+    assert facts.cell == 2
+    assert [(each["name"], each["type"]) for each in facts.variables[:2]] == [("values", "list"), ("text", "str")]
+    assert {"x", "linked", "ticks"} < {each["name"] for each in facts.variables}
+    assert facts.variables[0]["bytes"] > 8000
+
+    assert await kernel.run("was = ticks\nwhile ticks == was: pass\nprint(x, linked.read())") == "1 content"
+    with pytest.raises(SavePointExists):
+        lifecycle.save(SavePoint("one"))
+    again = lifecycle.save(SavePoint("two"))  # its dump makes a link of the same name
+    assert [image.id for image in store.images()] == [point.id, again.id]
+
+    lifecycle.checkpoint()
+    lifecycle.kernel.image = point
+    assert await kernel.run("linked.seek(0); print(x, 'was' in dir(), linked.read())") == "1 False content"
+
+
+async def test_a_suspended_kernel_is_saved_as_it_is(kernel):
+    await kernel.run("x = 1")
+    await kernel.provisioner.suspend()
+    point = kernel.lifecycle.save(SavePoint("one"))
+    assert kernel.state == "suspended"
+    kernel.lifecycle.engine.store.check(point)
+    assert await kernel.run("print(x)") == "1"
+
+
+async def test_a_kernel_goes_back_and_forth_under_its_id_while_its_clients_stay_connected(kernel):
+    await kernel.run(LINKED)
+    await kernel.provisioner.save("one", b'{"cells": []}')
+    await kernel.run("x = 2; y = 5")
+    store, kernel_id = kernel.lifecycle.engine.store, kernel.provisioner.kernel_id
+    before = await kernel.provisioner.back("one", notebook=b'{"cells": [1]}')
+    assert await kernel.run("print(x, 'y' in dir(), linked.read())") == "1 False content"
+    facts = save_point.of_image(before)
+    assert facts is not None
+    assert (facts.automatic, before.retired, kernel.provisioner.kernel_id) == (True, True, kernel_id)
+    one = save_point.find(store.images(), kernel_id, "one")
+    assert [save_point.notebook(store, each) for each in (one, before)] == [b'{"cells": []}', b'{"cells": [1]}']
+
+    await kernel.provisioner.back(facts.name)
+    assert await kernel.run("print(x, y)") == "2 5"
+    await kernel.provisioner.checkpoint()
+    await kernel.provisioner.back("one")  # a sleeping kernel wakes for it
+    assert await kernel.run("print(x)") == "1"
+    with pytest.raises(SavePointNotFound, match="'two'"):
+        await kernel.provisioner.back("two")
+    assert [image.retired for image in store.images()] == [True] * 4
+    kernel.lifecycle.kernel.settings = replace(kernel.lifecycle.kernel.settings, automatic_save_points=2)
+    going_back.thin_out(kernel.lifecycle.kernel)
+    assert len(store.images()) == 3
+    assert one in store.images()
+
+
+WRITES = """
+log = open("log", "w+"); log.write("begun "); log.flush()
+table = open("table", "r+"); size = table.seek(0, 2)
+import mmap; code = open("code"); mapped = mmap.mmap(code.fileno(), 0, prot=mmap.PROT_READ); code.close()
+"""
+
+
+@pytest.mark.parametrize("choice", ["then", "now"])
+async def test_files_are_as_then_or_as_now_and_never_overwritten_without_a_word(kernel, tmp_path, choice):
+    for name in ("table", "code"):
+        (tmp_path / name).write_text(f"old {name} " * 1000)
+    await kernel.run(WRITES)
+    await kernel.provisioner.save("one")
+    await kernel.run("n = log.write('continued'); log.flush()")
+    (tmp_path / "table").write_text("new table " * 1000)
+    (tmp_path / "new").write_text("new code " * 1000)
+    (tmp_path / "new").replace(tmp_path / "code")  # as an installer does
+    with pytest.raises(FilesDiffer) as caught:
+        await kernel.provisioner.back("one")
+    differing = {Path(each["path"]).name: each["choices"] for each in caught.value.details["files"]}
+    assert differing == {"code": ["then", "now"], "log": ["then", "now"], "table": ["then", "now"]}
+    assert (tmp_path / "log").read_text() == "begun continued"
+    assert await kernel.run("print(n)") == "9", "it is not disturbed"
+
+    some = {str(tmp_path / name): choice for name in ("code", "log")}
+    with pytest.raises(FilesDiffer) as caught:
+        await kernel.provisioner.back("one", some)
+    assert [Path(each["path"]).name for each in caught.value.details["files"]] == ["table"]
+    before = await kernel.provisioner.back("one", {**some, str(tmp_path / "table"): "then"})
+    assert (tmp_path / "table").read_text() == "old table " * 1000
+    assert (tmp_path / "log").read_text() == ("begun " if choice == "then" else "begun continued")
+    assert (tmp_path / "code").read_text().startswith("old" if choice == "then" else "new")
+    assert await kernel.run("print('n' in dir(), mapped[:3])") == f"False {b'old' if choice == 'then' else b'new'}"
+    await kernel.run("log.write('anew'); log.close()")
+    assert (tmp_path / "log").read_text().startswith("begun anew")
+
+    facts = save_point.of_image(before)
+    assert facts is not None
+    await kernel.provisioner.back(facts.name, "then")
+    assert (tmp_path / "table").read_text() == "new table " * 1000
+    assert (tmp_path / "log").read_text() == "begun continued"
+    assert await kernel.run("print(n)") == "9"
+
+
+@pytest.mark.parametrize("step", ["match", "criu_restore", "thaw"])
+async def test_a_kernel_that_cannot_go_back_is_in_its_present_state_with_its_files(kernel, tmp_path, step):
+    await kernel.run("log = open('log', 'w'); log.write('begun '); log.flush(); x = 1")
+    await kernel.provisioner.save("one")
+    await kernel.run("x = 2; log.write('continued'); log.flush()")
+    tries = iter([1])
+
+    def fail(event) -> None:
+        if (event.kind, event.step) == ("completed", step) and next(tries, None) is not None:
+            raise RuntimeError("injected")
+
+    kernel.provisioner.faults.append(fail)
+    with pytest.raises(GpuCkptError, match="injected") as caught:
+        await kernel.provisioner.back("one", "then")
+    assert (kernel.state, caught.value.left) == ("running", "the kernel runs on")
+    assert await kernel.run("print(x)") == "2"
+    assert (tmp_path / "log").read_text() == "begun continued"
+    assert [image.retired for image in kernel.lifecycle.engine.store.images()] == [True, True]

@@ -1,0 +1,86 @@
+"""Branches in a real server: by REST and by the magic, each with a copy of the notebook and a session."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from live import server, until
+
+CELL = {"cell_type": "code", "source": "x = 41", "metadata": {}, "outputs": [], "execution_count": None, "id": "a"}
+NOTEBOOK = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [CELL]}
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory, criu_binary):
+    home = tmp_path_factory.mktemp("server")
+    runtime = tmp_path_factory.mktemp("g")
+    with server(home, runtime) as running:
+        yield running
+
+
+@pytest.fixture
+def kernel_id(live):
+    """A kernel with a notebook."""
+    (live.home / "work" / "a folder").mkdir(exist_ok=True)
+    (live.home / "work" / "a folder" / "model.ipynb").write_text(json.dumps(NOTEBOOK))
+    body = {"path": "a folder/model.ipynb", "name": "model.ipynb", "type": "notebook", "kernel": {"name": "python3"}}
+    reply = live.ask("POST", "api/sessions", json=body)
+    assert reply.status_code == 201, reply.text
+    yield reply.json()["kernel"]["id"]
+    for session in live.get("api/sessions"):
+        live.ask("DELETE", f"api/sessions/{session['id']}")
+    assert live.get("api/kernels") == []
+
+
+def sessions(live) -> dict[str, str]:
+    return {each["kernel"]["id"]: each["path"] for each in live.get("api/sessions")}
+
+
+def test_a_branch_by_rest_has_a_copy_of_the_notebook_and_a_session_for_it(live, kernel_id):
+    live.run(kernel_id, "x = 41; import os; model = object()")
+    job = live.do(kernel_id, "branch", {"reseed": True})
+    assert job["status"] == "done", job
+    branch, path = job["result"]["kernel_id"], job["result"]["notebook"]
+    assert path == "a folder/model-Copy1.ipynb"
+    assert sessions(live) == {kernel_id: "a folder/model.ipynb", branch: path}
+    assert live.get(f"api/contents/{path}")["content"]["cells"][0]["source"] == "x = 41"
+    model = next(each for each in live.get("api/kernels") if each["id"] == branch)
+    assert (model["execution_state"], model["gpu_ckpt"]["state"]) == ("idle", "running")
+    place = "print(os.getcwd(), os.environ['JPY_SESSION_NAME'])"
+    assert live.run(branch, f"x += 1; {place}") == f"{live.home}/work/a folder {live.home}/work/{path}"
+    assert live.run(kernel_id, "print(x)") == "41"
+    assert live.run(branch, "print(x)") == "42"
+    restarted = live.ask("POST", f"api/kernels/{branch}/restart")
+    assert restarted.status_code == 200
+    assert live.run(branch, "print('x' in globals())") == "False"
+
+
+def test_a_branch_is_refused_by_rest_until_its_differences_are_accepted(live, kernel_id):
+    code = "import socket; listener = socket.create_server(('127.0.0.1', 0)); print(listener.getsockname()[1])"
+    port = live.run(kernel_id, code)
+    job = live.do(kernel_id, "branch")
+    assert job["status"] == "failed"
+    assert job["error"]["code"] == "BRANCH_DIFFERS"
+    assert port in job["error"]["message"]
+    assert sessions(live) == {kernel_id: "a folder/model.ipynb"}
+    assert not (live.home / "work" / "a folder" / "model-Copy2.ipynb").exists()
+    point = live.get("gpu-ckpt/images")[-1]["id"]
+    assert point in job["error"]["left"]
+    assert live.ask("GET", f"gpu-ckpt/kernels/{kernel_id}/branch").status_code == 409  # it is awake
+    assert live.do(kernel_id, "checkpoint")["status"] == "done"
+    plan = live.get(f"gpu-ckpt/kernels/{kernel_id}/branch")
+    assert [each["kind"] for each in plan["differs"]] == ["port"]
+    job = live.do(kernel_id, "branch", {"accept_differences": True})
+    assert job["status"] == "done", job
+    assert live.run(kernel_id, "print(listener.getsockname()[1])") == port
+    assert port not in live.run(job["result"]["kernel_id"], "print(listener.getsockname()[1])").splitlines()
+
+
+def test_a_cell_requests_a_branch_and_the_next_one_names_it(live, kernel_id):
+    assert "another kernel starts" in live.run(kernel_id, "x = 1\n%gpu_checkpoint --branch")
+    branch = until(lambda: next(iter(sessions(live).keys() - {kernel_id}), None))
+    until(lambda: branch in live.run(kernel_id, "print(x)"))
+    assert live.run(branch, "print(x)").endswith("1")
+    live.run(kernel_id, "%gpu_checkpoint --branch nowhere")
+    until(lambda: "SAVE_POINT_NOT_FOUND" in live.run(kernel_id, "pass"))

@@ -1,0 +1,83 @@
+"""Save points by REST and by magics, in a server with a notebook."""
+
+from __future__ import annotations
+
+import json
+import urllib.parse
+
+import nbformat
+import pytest
+from live import server, until
+
+
+@pytest.fixture(scope="module")
+def living(tmp_path_factory, module_runtime_base, criu_binary):
+    with server(tmp_path_factory.mktemp("saves"), module_runtime_base) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def kernel_id(living) -> str:
+    """A kernel with a notebook, which has one output."""
+    document = nbformat.v4.new_notebook()
+    output = nbformat.v4.new_output("stream", text="42")
+    document.cells = [nbformat.v4.new_code_cell("print(42)", outputs=[output])]
+    nbformat.write(document, living.home / "work" / "book.ipynb")
+    body = {"path": "book.ipynb", "name": "book", "type": "notebook", "kernel": {"name": "python3"}}
+    return str(living.ask("POST", "api/sessions", json=body).json()["kernel"]["id"])
+
+
+def test_a_program_saves_goes_back_and_undoes_that(living, kernel_id):
+    saves = f"gpu-ckpt/kernels/{kernel_id}/saves"
+    living.run(kernel_id, "import os; x, log = 1, open('rest.log', 'w'); log.write('one '); log.flush()")
+    saved = living.do(kernel_id, "save", {"name": "one"})
+    assert (saved["status"], saved["result"]["name"], saved["result"]["cell"]) == ("done", "one", 1)
+    assert {"x", "log"} <= {each["name"] for each in saved["result"]["variables"]}
+    assert [each["name"] for each in living.ask("GET", saves).json()] == ["one"]
+    document = living.ask("GET", f"{saves}/one").json()["notebook"]
+    assert document["cells"][0]["outputs"][0]["text"] == "42"
+    taken = living.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/save", json={"name": "one"})
+    assert (taken.status_code, taken.json()["error"]["code"]) == (409, "SAVE_POINT_EXISTS")
+
+    living.run(kernel_id, "x = 2; log.write('two'); log.flush()")
+    refused = living.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/back", json={"name": "one"})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (409, "FILES_DIFFER")
+    (differs,) = error["details"]["files"]
+    assert (differs["then"]["bytes"], differs["now"]["bytes"], differs["choices"]) == (4, 7, ["then", "now"])
+    done = living.do(kernel_id, "back", {"name": "one", "files": {differs["path"]: "then"}})
+    assert (done["status"], done["error"]) == ("done", None)
+    assert living.run(kernel_id, "print(x, open('rest.log').read())") == "1 one"
+
+    before = done["result"]
+    assert before["automatic"] and not before["asleep"]
+    assert living.do(kernel_id, "back", {"name": before["name"], "files": "then"})["status"] == "done"
+    assert living.run(kernel_id, "print(x, open('rest.log').read())") == "2 one two"
+    for name in ("one", before["name"]):
+        assert living.ask("DELETE", f"{saves}/{urllib.parse.quote(name)}").json()["bytes"] > 1_000_000
+    assert [each["automatic"] for each in living.ask("GET", saves).json()] == [True]
+    missing = living.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/back", json={"name": "one"})
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "SAVE_POINT_NOT_FOUND")
+
+
+def test_a_user_saves_goes_back_and_deletes_by_magics(living, kernel_id):
+    assert living.run(kernel_id, "y = 'then'\n%gpu_checkpoint --save 'by hand'").startswith("Save point 'by hand'")
+    rows = living.run(kernel_id, "%gpu_checkpoint --saves").splitlines()
+    assert any("by hand" in row and "y" in row.split("MiB")[-1] for row in rows), rows
+    living.run(kernel_id, "y = 'now'")
+    assert "Going back to 'by hand'" in living.run(kernel_id, "%gpu_checkpoint --back 'by hand' --files then")
+    assert living.run(kernel_id, "print(y)") == "then"
+    assert "automatic" in living.run(kernel_id, "%gpu_checkpoint --saves")
+    assert living.run(kernel_id, "%gpu_checkpoint --delete 'by hand'").startswith("Deleted by hand, ")
+    code = (
+        "try: get_ipython().run_line_magic('gpu_checkpoint', '--back x')\nexcept Exception as error: print(error.code)"
+    )
+    assert living.run(kernel_id, code) == "SAVE_POINT_NOT_FOUND"
+
+
+def test_the_notebook_of_a_save_point_is_that_of_its_magic_too(living, kernel_id):
+    living.run(kernel_id, "%gpu_checkpoint --save document")
+    saves = f"gpu-ckpt/kernels/{kernel_id}/saves"
+    until(lambda: any(each["name"] == "document" for each in living.ask("GET", saves).json()))
+    document = living.ask("GET", f"{saves}/document").json()["notebook"]
+    nbformat.validate(nbformat.reads(json.dumps(document), as_version=4))

@@ -1,0 +1,92 @@
+"""Templates in a real server: kernelspecs whose kernels start from an image, several at once, each a new notebook's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from live import Server, server
+
+#: The working directory, the notebook, an environment variable and the number of the cell.
+PLACE = """
+import json, os, sys
+print(json.dumps([os.getcwd(), os.environ.get("JPY_SESSION_NAME"), os.environ.get("WHERE"), len(In) - 1,
+                  get_ipython().kernel.session.session, str(os.getcwd() in sys.path or "" in sys.path)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory, criu_binary):
+    home = tmp_path_factory.mktemp("server")
+    for name in ("here", "one", "two", "three"):
+        (home / "work" / name).mkdir(parents=True)
+    with server(home, tmp_path_factory.mktemp("g")) as running:
+        yield running
+
+
+def command(live: Server, *arguments: str) -> tuple[int, dict]:
+    """`jupyter gpu-ckpt template` with the server's configuration: exit status and document."""
+    environment = {**os.environ, "IPYTHONDIR": str(live.home / "ipython")}
+    environment |= {f"JUPYTER_{name.upper()}_DIR": str(live.home / name) for name in ("config", "data", "runtime")}
+    called = [sys.executable, "-m", "jupyter_gpu_ckpt", "template", *arguments, "--json"]
+    done = subprocess.run(called, env=environment, capture_output=True, text=True, timeout=120)
+    return done.returncode, json.loads(done.stdout)
+
+
+def notebook(live: Server, folder: str, kernel_name: str) -> str:
+    """The id of the kernel of a new notebook."""
+    body = {"path": f"{folder}/new.ipynb", "name": "new.ipynb", "type": "notebook", "kernel": {"name": kernel_name}}
+    reply = live.ask("POST", "api/sessions", json=body)
+    assert reply.status_code == 201, reply.text
+    return reply.json()["kernel"]["id"]
+
+
+def test_kernels_start_from_a_template_three_at_once_and_without_it_when_it_is_gone(live):
+    source = notebook(live, "here", "python3")
+    live.run(source, "import os; os.environ['WHERE'] = 'made here'; model = list(range(1000)); secret = os.urandom")
+    assert live.do(source, "checkpoint")["status"] == "done"
+    image = live.get("gpu-ckpt/images")[0]["id"]
+    status, made = command(live, "create", "model-ready", "--from", image)
+    assert status == 0, made
+    assert live.ask("DELETE", f"api/kernels/{source}").status_code == 204
+    specs = live.get("api/kernelspecs")["kernelspecs"]
+    assert "model-ready" in specs["model-ready"]["spec"]["display_name"]
+    assert command(live, "list")[1]["templates"] == [{**made["created"], "usable": True}]
+    assert command(live, "create", "model-ready", "--from", image)[0] == 66  # the image went with its kernel
+
+    folders = ["one", "two", "three"]
+    with ThreadPoolExecutor(3) as pool:
+        started = [*pool.map(lambda folder: notebook(live, folder, "model-ready"), folders)]
+    sessions = set()
+    for folder, kernel_id in zip(folders, started, strict=True):
+        assert live.run(kernel_id, "print(sum(model))") == "499500"
+        cwd, name, where, cell, session, found = json.loads(live.run(kernel_id, PLACE))
+        assert cwd == str(live.home / "work" / folder)
+        assert name == f"{cwd}/new.ipynb"
+        assert (where, cell, found) == ("made here", 2, "True")
+        sessions.add(session)
+    assert len(sessions) == 3
+    live.run(started[0], "model.clear()")
+    assert live.run(started[1], "print(len(model))") == "1000"
+    assert live.do(started[1], "checkpoint")["status"] == "done"
+    assert live.run(started[1], "print(len(model))") == "1000"
+    assert live.ask("POST", f"api/kernels/{started[0]}/restart").status_code == 200
+    assert live.run(started[0], "print(len(model))") == "1000"  # a fresh one, and so from the template
+
+    status, removed = command(live, "remove", "nothing")
+    assert (status, removed["error"]["code"]) == (66, "TEMPLATE_NOT_FOUND")
+    spec = Path(live.home / "data" / "kernels" / "model-ready" / "kernel.json").read_text()
+    assert command(live, "remove", "model-ready")[0] == 0
+    assert live.get("gpu-ckpt/images") == []
+    assert "model-ready" not in live.get("api/kernelspecs")["kernelspecs"]
+    (live.home / "data" / "kernels" / "model-ready").mkdir(parents=True)
+    (live.home / "data" / "kernels" / "model-ready" / "kernel.json").write_text(spec)
+    without = notebook(live, "here", "model-ready")
+    printed = live.run(without, "print('model' in globals())")
+    assert "IMAGE_NOT_FOUND" in printed
+    assert printed.endswith("False")

@@ -1,0 +1,164 @@
+"""Servers of several users that share a GPU by their records alone, of which one is killed or stopped at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ordinary_user import ordinary_user
+from sharing_server import occupied
+from waiting import until
+
+A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
+SERVER = Path(__file__).with_name("sharing_server.py")
+
+
+@pytest.fixture(scope="module")
+def users():
+    """Two ordinary users where the tests run as root; else both are the present one."""
+    with ordinary_user() as one, ordinary_user() as two:
+        yield one, two
+
+
+class World:
+    """GPUs, and servers whose kernels need them."""
+
+    def __init__(self, directory: Path, gpus: dict[str, int]) -> None:
+        self.locks, self.memory, self.gpus = directory / "locks", directory / "memory", gpus
+        self.memory.mkdir(mode=0o777)
+        self.memory.chmod(0o1777)
+        self.servers: list[Server] = []
+        self.most = dict.fromkeys(gpus, 0)
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.01):
+            for gpu, bytes in occupied(self.memory).items():
+                self.most[gpu] = max(self.most[gpu], bytes)
+
+    def serve(self, user, kernels: list[int], **plan) -> Server:
+        facts = {"directory": str(self.locks), "memory": str(self.memory), "gpus": self.gpus, "kernels": kernels}
+        self.servers.append(Server(user, {"seed": 0, "cells": 3, "seconds": 0.3, **facts, **plan}))
+        return self.servers[-1]
+
+    def close(self) -> None:
+        self._over.set()
+        self._watcher.join()
+        for server in self.servers:
+            server.end()
+
+    def never_over(self) -> None:
+        """Assert that no two kernels were ever on a GPU on which they do not fit together."""
+        assert all(self.most[gpu] <= total for gpu, total in self.gpus.items()), self.most
+
+
+class Server:
+    """The process of one server, and the cells that have ended in it."""
+
+    def __init__(self, user, plan) -> None:
+        self.wanted = {(kernel, cell) for kernel in range(len(plan["kernels"])) for cell in range(plan["cells"])}
+        (user.home / SERVER.name).write_bytes(SERVER.read_bytes())
+        os.chmod(user.home / SERVER.name, 0o644)
+        site = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{user.home / 'package'}{os.pathsep}{site}"}
+        self.log = Path(plan["directory"]).parent / f"log-{plan['seed']}"
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [*user._prefix, user.python, str(user.home / SERVER.name), json.dumps(plan)],
+                env={**environment, "HOME": str(user.home), "PYTHONDONTWRITEBYTECODE": "1"},
+                cwd=user.home,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self.ended: list[tuple[int, int]] = []
+        self.done = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            if line == "done\n":
+                self.done.set()
+            else:
+                kernel, cell = line.split()
+                self.ended.append((int(kernel), int(cell)))
+
+    def finishes(self) -> None:
+        """Assert that each cell ends, and once."""
+        assert self.done.wait(90), self.said()
+        assert sorted(self.ended) == sorted(self.wanted)
+
+    def said(self) -> str:
+        return f"{sorted(self.wanted - set(self.ended))} did not end: {self.log.read_text()[-3000:]}"
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o1777)
+        made = World(Path(directory), {A: 100})
+        yield made
+        made.close()
+
+
+def test_kernels_of_two_users_take_turns_on_a_gpu_on_which_one_fits(world, users):
+    servers = [world.serve(user, [60, 70], seed=seed) for seed, user in enumerate(users)]
+    for server in servers:
+        server.finishes()
+    world.never_over()
+    assert world.most[A] > 0
+
+
+def test_three_kernels_use_both_gpus_at_the_same_time(world, users):
+    world.gpus[B] = 100
+    world.most[B] = 0
+    servers = [world.serve(user, kernels, seed=7) for user, kernels in zip(users, ([60, 70], [80]), strict=True)]
+    for server in servers:
+        server.finishes()
+    world.never_over()
+    assert world.most[B] > 0, "one comes back on another GPU than its own"
+
+
+@pytest.mark.sweep(0.04)
+@pytest.mark.parametrize("case", range(100))
+def test_a_server_that_is_killed_or_stopped_at_any_moment_holds_nobody_up(world, users, case):
+    chance = random.Random(case)
+    first, second = (world.serve(user, [60, 70], seed=case + n, cells=5) for n, user in enumerate(users))
+    until(lambda: first.ended and second.ended, "they take turns", longest=0.05)
+    time.sleep(chance.uniform(0, 1))
+    how = chance.choice(["killed", "stopped"])
+    first.process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    if how == "killed":
+        second.finishes()
+    else:
+        had = occupied(world.memory)
+        time.sleep(chance.uniform(3, 5))
+        if not any(path.name.startswith(f"{first.process.pid}-") for path in world.memory.iterdir()) and had:
+            second.finishes()  # it has no memory on the GPU, so nobody has to wait for it
+        first.process.send_signal(signal.SIGCONT)
+        first.finishes()
+        second.finishes()
+    world.never_over()

@@ -370,7 +370,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         if event.kind == "failed":
             self.log.warning("Kernel %s: step %s failed: %s", self.kernel_id, event.step, event.code)
         elif event.kind == "completed":
-            self.log.debug("Kernel %s: %s in %.3f s", self.kernel_id, event.step, event.seconds)
+            parts = "".join(f", {name} {seconds:.3f}" for name, seconds in event.parts.items())
+            self.log.debug("Kernel %s: %s in %.3f s%s", self.kernel_id, event.step, event.seconds, parts)
 
     def _show_step(self, event: StepEvent) -> None:
         if self.agent_requests.panel is not None:

@@ -84,14 +84,19 @@ def cuda_resume(attempt: Attempt) -> None:
     with _reservation(attempt) if missing else contextlib.nullcontext():
         capsule, deadline = kernel.require_capsule(), kernel.deadline(attempt.traced.bytes)
         kernel.fast_path().swapped_out()  # raises first if an owner of another release has suspended the processes
-        cuda_processes.resume_children(kernel, attempt.gpu_mapping, deadline)
-        if (state := kernel.engine.cuda.state(capsule.host_pid)) not in (*cuda_processes.ON_GPU, CudaState.NONE):
-            kernel.restored_on_gpu = True
-            kernel.engine.cuda.restore(capsule.host_pid, attempt.gpu_mapping, timeout_s=deadline)
-        if state is not CudaState.NONE:
-            kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
-        else:
-            kernel.fast_path().open_launch_gate()
+        part = attempt.traced.part
+        with part("children"):
+            cuda_processes.resume_children(kernel, attempt.gpu_mapping, deadline)
+        with part("driver"):
+            state = kernel.engine.cuda.state(capsule.host_pid)
+            if state not in (*cuda_processes.ON_GPU, CudaState.NONE):
+                kernel.restored_on_gpu = True
+                kernel.engine.cuda.restore(capsule.host_pid, attempt.gpu_mapping, timeout_s=deadline)
+        with part("swap_in"):
+            if state is not CudaState.NONE:
+                kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
+            else:
+                kernel.fast_path().open_launch_gate()
         capsule.unfreeze_threads(all=not attempt.alone)
         host_memory.end_spill(kernel)
         kernel.saved.cuda = kernel.serves_off_gpu = False

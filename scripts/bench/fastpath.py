@@ -88,6 +88,7 @@ KINDS = {
     ),
     "expandable": _library(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
     "jax": _library(FILL_JAX, XLA_PYTHON_CLIENT_PREALLOCATE="false"),
+    "jax-preallocated": _library(FILL_JAX),  # three quarters of the card, with so much of them in use
 }
 DEFAULT = ["library", "warm", "driver"]
 CHANGE = "for t in x[: len(x) // 20]: t += 1\ntorch.cuda.synchronize()"
@@ -159,10 +160,12 @@ async def tier(kernel: Any, gib: int, kind: Kind) -> dict[str, Any]:
         done = {event.step: event for event in kernel.steps.completed()}
         figures["free"].append(done["cuda_suspend"].at - began)
         figures["steps"] = {step: event.seconds for step, event in done.items()}
+        figures["parts"] = {f"out {name}": seconds for name, seconds in done["cuda_suspend"].parts.items()}
         began = time.time()
         await kernel.provisioner.resume()
         done = {event.step: event for event in kernel.steps.completed()}
         figures["back"].append(done["cuda_resume"].at - began)
+        figures["parts"] |= {f"back {name}": seconds for name, seconds in done["cuda_resume"].parts.items()}
         figures["resumed"].append(time.time() - began)
         if await kernel.run(SUM, timeout=120) != total:
             raise AssertionError("the tensors differ")
@@ -190,7 +193,8 @@ async def sizes(place: Path, base: Path, wanted: list[int], kinds: list[str]) ->
                 f"{gib:4} GiB  {name:12} {line}  host memory - device memory {figures['host_over'] / 2**20:.0f} MiB",
                 flush=True,
             )
-            print("     ", " ".join(f"{step} {seconds:.3f}" for step, seconds in figures["steps"].items()), flush=True)
+            for key in ("steps", "parts"):  # of the last round
+                print("     ", " ".join(f"{name} {seconds:.3f}" for name, seconds in figures[key].items()), flush=True)
     return found
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zero_scan
 from programs import build_doubles
+from recorder import Recorder
 from subject import MIB, Control, Subject, running
 
 #: Copies of parts, out and in; and what finds and writes zeros.
@@ -161,7 +162,8 @@ def test_a_context_that_was_reset_has_no_kernel_any_more(programs, tmp_path, lac
 def test_zeros_go_to_an_image_and_come_back(fast_kernel):
     """Also after a restore, which fills the extents anew, and with other zeros the next time."""
     kernel = fast_kernel()
-    contents = "[set(ctypes.string_at(at, size)) for at, size in held]"
+    contents, events = "[set(ctypes.string_at(at, size)) for at, size in held]", Recorder()
+    kernel.lifecycle.trace.sinks.append(events)
     kernel.program.ask("ctypes.memset(held[2][0], 0, held[2][1])")
     for wanted in ([{1}, {2}, {0}], [{1}, {0}, {0}]):
         for leave, come in (("suspend", "resume"), ("checkpoint", "wake"), ("suspend", "wake")):
@@ -169,3 +171,6 @@ def test_zeros_go_to_an_image_and_come_back(fast_kernel):
             getattr(kernel.lifecycle, come)()
             assert kernel.program.ask(contents) == wanted
         kernel.program.ask("ctypes.memset(held[1][0], 0, held[1][1])")
+    parts = {event.step: [*event.parts] for event in events.completed() if event.parts}
+    assert parts["cuda_suspend"] == ["inspect", "lock", "swap_out", "freeze", "driver"]
+    assert parts["cuda_resume"] == ["children", "driver", "swap_in"]

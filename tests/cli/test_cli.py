@@ -184,6 +184,7 @@ def test_list_and_inspect_of_a_kernel_that_runs_sleeps_and_runs_again(site: Site
         "kernel_name",
         "hostname",
         "device_bytes",
+        "save_point",
     }
     assert (image["id"], image["kernel_id"], image["device_bytes"]) == (id, kernel["kernel_id"], 0)
 

@@ -108,6 +108,7 @@ def test_the_next_owner_finds_it_suspended_and_wakes_it(kernel):
 
 def test_a_gpu_that_is_full_leaves_it_frozen(kernel):
     kernel.lifecycle.suspend()
+    assert kernel.held() == CONTEXT
     other = kernel.driver.start({A: 100 * MIB - CONTEXT - kernel.blocks + MIB})
     assert "suspended" in refused(kernel, "wake", "GPU_FULL").left
     is_frozen(kernel)

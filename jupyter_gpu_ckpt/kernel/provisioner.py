@@ -34,7 +34,7 @@ from ..image.encryption import Vault
 from ..image.quota import Quota
 from ..image.save_point import SavePoint, find
 from ..image.store import Image, Store
-from ..lifecycle import endings
+from ..lifecycle import endings, going_back
 from ..lifecycle.context import FilesChoice
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
@@ -681,9 +681,11 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None:
         """Called when the kernel was ended, also by a message while it was away; ``restart``: another follows."""
+        keep = self.keep_image_on_shutdown or self.keep_image or self.agent_requests.protection() is not None
+        if not keep and not restart:
+            going_back.thin_out(lifecycle.kernel, 0)
         if (image := lifecycle.image) is None:
             return
-        keep = self.keep_image_on_shutdown or self.keep_image or self.agent_requests.protection() is not None
         if keep and not restart:
             endings.keep_image(lifecycle.kernel)
             self.log.info("Kernel %s was shut down; its image is kept as %s", self.kernel_id, image.id)

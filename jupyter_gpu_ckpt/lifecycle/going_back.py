@@ -149,9 +149,13 @@ def automatic_name(why: str, images: Iterable[Image], kernel_id: str) -> str:
     return unique
 
 
-def thin_out(kernel: KernelState) -> None:
-    """Delete the kernel's automatic save points that are too many.  One in use is left for the next time."""
-    store, most = kernel.engine.store, kernel.settings.automatic_save_points
-    for image in save_point.surplus(store.images(), kernel.home.kernel_id, most):
+def thin_out(kernel: KernelState, most: int | None = None) -> None:
+    """Delete the kernel's automatic save points that are too many.  One in use is left for the next time.
+
+    ``most``: in place of the setting.
+    """
+    store = kernel.engine.store
+    keep = kernel.settings.automatic_save_points if most is None else most
+    for image in save_point.surplus(store.images(), kernel.home.kernel_id, keep):
         with contextlib.suppress(GpuCkptError):
             store.remove(image)

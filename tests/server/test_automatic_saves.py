@@ -56,7 +56,9 @@ def test_a_restart_can_be_undone(living):
 
 def test_a_busy_kernel_is_restarted_at_once(living):
     kernel_id = living.start_kernel()
-    with living.busy(kernel_id):
+    with living.client(kernel_id) as client:
+        client.execute("import time; time.sleep(1000)")
+        until(lambda: living.get(f"api/kernels/{kernel_id}")["execution_state"] == "busy")
         assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
     assert saves(living, kernel_id) == []
 

@@ -95,14 +95,15 @@ def saves_of(living, kernel_id: str, cell: int) -> bool:
 
 async def test_after_each_cell(tmp_path, runtime_base, criu_binary):
     async with notebook(tmp_path, runtime_base, save_after_cells=True, automatic_save_points=2) as kernel:
-        for number in range(4):
-            await kernel.run(f"x = {number}")
         store, id = kernel.lifecycle.engine.store, kernel.provisioner.kernel_id
 
         def cells() -> dict[int, str]:
             points = map(save_point.of_image, save_point.of_kernel(store.images(), id).values())
             return {point.cell: point.name for point in points if point is not None}
 
+        for number in range(4):
+            await kernel.run(f"x = {number}")
+            await until_async(lambda cell=number + 1: cell in cells())  # a cell that comes sooner has its own only
         await until_async(lambda: list(cells()) == [3, 4])
         assert {name.rpartition(" 20")[0] for name in cells().values()} == {"after a cell"}
         await kernel.provisioner.back(cells()[3])

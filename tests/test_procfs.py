@@ -217,7 +217,7 @@ def test_nobody_else_reads_what_is_read_here():
     own = re.compile(
         r"/proc/[^\"]*/(stat|status|maps|cmdline|children|mountinfo|mounts|comm)\"|sys/kernel/random/boot_id"
     )
-    # The init opens its mountinfo before it enters the capsule, and reads it later; of a status another text is mounted.
+    # The init opens its mountinfo before it enters the capsule, and reads it later; over a status a text is mounted.
     allowed = {"init.py": 1, "inherited_filters.py": 3}
     for path in PACKAGE.rglob("*.py"):
         if path.name != "procfs.py" and path.parent.name != "agent":

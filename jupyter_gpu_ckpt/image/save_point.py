@@ -74,8 +74,10 @@ def notebook(store: Store, image: Image) -> bytes | None:
 
 
 def of_kernel(images: Iterable[Image], kernel_id: str) -> dict[str, Image]:
-    """Return the save points of a kernel by name, in the order of ``images``."""
-    own = (image for image in images if image.manifest.kernel_id == kernel_id)
+    """Return the save points of a kernel by name, the oldest first: ids have the second only."""
+    own = sorted(
+        (image for image in images if image.manifest.kernel_id == kernel_id), key=lambda image: image.manifest.created
+    )
     return {point.name: image for image in own if (point := of_image(image)) is not None}
 
 

@@ -79,7 +79,7 @@ async def test_a_save_leaves_the_kernel_running_and_a_save_point_with_a_summary(
     with pytest.raises(SavePointExists):
         lifecycle.save(SavePoint("one"))
     again = lifecycle.save(SavePoint("two"))  # its dump makes a link of the same name
-    assert [image.id for image in store.images()] == [point.id, again.id]
+    assert [*save_point.of_kernel(store.images(), lifecycle.home.kernel_id).values()] == [point, again]
 
     lifecycle.checkpoint()
     lifecycle.kernel.image = point

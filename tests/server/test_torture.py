@@ -206,7 +206,8 @@ class Torture:
         async def agrees() -> bool:
             document = await asyncio.to_thread(self.running.get, f"gpu-ckpt/kernels/{kernel.id}")
             images = Store(self.running.home / "images").images()
-            mine = sum(image.manifest.kernel_id == kernel.id for image in images)
+            # A restart leaves an automatic save point, in which the kernel does not sleep.
+            mine = sum(image.manifest.kernel_id == kernel.id and not image.retired for image in images)
             state, processes = document["state"], len(self._kernel_processes(kernel.id))
             seen[0] = f"{state}, {processes} processes, {mine} images"
             asleep = state == State.CHECKPOINTED.value

@@ -165,7 +165,7 @@ class SharedGpus:
             self.stopped[kernel] = []
             self._later(SILENCE, self.settle)
 
-    def go_on(self, kernel: str) -> None:
+    def continue_stopped(self, kernel: str) -> None:
         """Let the stopped server of a kernel run again."""
         if kernel in self.stopped:
             self._advance()

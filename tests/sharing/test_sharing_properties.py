@@ -168,11 +168,13 @@ def happen(day: Day, node: Checked) -> simpy.events.ProcessGenerator:
             )
             node.occupy("GPU-0", TOTAL - there)
         elif kernel in node.records:
-            {"stop": node.stop, "go on": node.go_on, "kill": node.end, "interrupt": node.interrupt}[what](kernel)
+            {"stop": node.stop, "go on": node.continue_stopped, "kill": node.end, "interrupt": node.interrupt}[what](
+                kernel
+            )
     yield node.env.timeout(60.0)
     node.occupy("GPU-0", 0)
     for kernel in list(node.stopped):
-        node.go_on(kernel)
+        node.continue_stopped(kernel)
 
 
 def run(day: Day, node_class: type[Checked] = Checked) -> Seen:

@@ -52,6 +52,9 @@ from .protocol import PACKET_BYTES, SOCKET, VERSION
 
 #: Deadline of a request that the init answers at once, in seconds.
 ANSWER = 10.0
+#: Deadline of the init's first report, in seconds: a Python starts, makes namespaces and mounts, and sees every
+#: process start beside it.  A kernel that is started without a capsule because of a busy minute can never sleep.
+START = 60.0
 #: Seconds that a dump has to take everything back when it is overdue, or its owner has gone.
 GRACE = 10.0
 #: Seconds that `Capsule` waits for the resource trackers of a kernel that has ended: a little more than they get.
@@ -180,7 +183,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
 
     def _read_report(self, report: int) -> None:
         with open(report, "rb") as file:
-            if not _ready([file.fileno()], ANSWER):
+            if not _ready([file.fileno()], START):
                 raise CapsuleError("The capsule's init did not report in time.")
             text = file.read()
         if not text:

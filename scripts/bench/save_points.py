@@ -4,8 +4,8 @@ Of a kernel without device memory, or of one with so many GiB of PyTorch's tenso
 
 The pause of a save: the seconds for which a cell that is sent at its begin waits, and those for which the kernel's
 threads stand still.  Going back: from the request, through the save of the present state, to the first output of a
-cell that is sent at once, which uses the device memory.  A branch: from the start of another kernel from the save point,
-as a template does it, to its first output; its kernel lives beside it.
+cell that is sent at once, which uses the device memory.  A branch: from the start of another kernel from the save
+point, as a template does it, to its first output; its kernel lives beside it.
 """
 
 from __future__ import annotations

@@ -54,6 +54,6 @@ async def test_a_kernel_that_was_killed_and_started_again_goes_back_to_its_last_
     await kernel.provisioner.save("last")
     kernel.client.execute("import os, signal; train(1); os.kill(os.getpid(), signal.SIGKILL)")
     await asyncio.to_thread(kernel.lifecycle.capsule.wait, 60)
-    await kernel.manager.restart_kernel(now=True)
+    await kernel.manager.restart_kernel(now=True, stdout=None, stderr=None)  # their files are closed
     await kernel.provisioner.back("last")
     assert await kernel.run(STATE) == state

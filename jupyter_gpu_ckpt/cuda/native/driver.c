@@ -32,7 +32,9 @@ static bool look_up_driver(void *library, struct driver *found)
 #undef LOOK_UP
 #undef LOOK_UP_STAND_IN
 #undef CHECK
-    return all && found->cuMemAlloc_v2 != NULL && found->cuMemFree_v2 != NULL && found->cuStreamDestroy_v2 != NULL;
+    return all && found->cuMemAlloc_v2 != NULL && found->cuMemFree_v2 != NULL && found->cuStreamDestroy_v2 != NULL &&
+           found->cuMemCreate != NULL && found->cuMemRelease != NULL && found->cuMemMap != NULL &&
+           found->cuMemUnmap != NULL && found->cuMemSetAccess != NULL;
 }
 
 const struct driver *any_driver(void)

@@ -15,17 +15,19 @@
 
 struct CUctx_st {
     int device;
+    unsigned long long id; /* another one each time that it is made */
     CUstream first; /* of its streams, the one that ``double_launch`` uses among them */
     CUstream launches;
     struct CUctx_st *other;
 };
 struct operation {
-    enum { OUT, IN, FILL } kind;
+    enum { OUT, IN, FILL, SET, LAUNCH } kind;
     CUdeviceptr device;
     char *host;
     size_t bytes;
     int value;
     unsigned delay;
+    struct launch launch;
     struct operation *after;
 };
 struct CUstream_st {
@@ -49,6 +51,7 @@ struct CUevent_st {
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static CUcontext contexts, primary;
+static unsigned long long last_id;
 static size_t stream_count, event_count;
 static unsigned delay;
 
@@ -110,6 +113,13 @@ static volatile int *own_memory;
 
 static void take_memory(void) { mprotect((void *)own_memory, sizeof *own_memory, PROT_NONE); }
 static void return_memory(void) { mprotect((void *)own_memory, sizeof *own_memory, PROT_READ); }
+
+/* Of cuStreamQuery this was seen on a GPU; of the others that wait for work, or ask for it, it may be. */
+static void read_own_memory(void)
+{
+    if (own_memory != NULL)
+        (void)*own_memory;
+}
 
 /* A thread of the driver: what it does while there is a file, and says so by another. */
 struct duty {
@@ -208,6 +218,7 @@ static CUcontext made(int device)
     CUcontext context = calloc(1, sizeof *context);
     context->device = device;
     pthread_mutex_lock(&mutex);
+    context->id = ++last_id;
     context->other = contexts;
     contexts = context;
     pthread_mutex_unlock(&mutex);
@@ -251,6 +262,7 @@ static CUcontext retain_primary(size_t more)
             primary = made(0);
         else if (!exists(primary)) {
             primary->other = contexts;
+            primary->id = ++last_id;
             contexts = primary;
         }
         more = 1;
@@ -379,7 +391,8 @@ EXPORT int double_at_once(void) { return atomic_load(&at_once); }
 
 static void perform(const struct operation *operation, CUcontext context)
 {
-    if (operation->kind != FILL) {
+    bool copies = operation->kind == OUT || operation->kind == IN;
+    if (copies) {
         unsigned bit = 1u << context->device, now = atomic_fetch_or(&copying, bit) | bit;
         int count = __builtin_popcount(now), most = atomic_load(&at_once);
         while (count > most && !atomic_compare_exchange_weak(&at_once, &most, count))
@@ -387,12 +400,16 @@ static void perform(const struct operation *operation, CUcontext context)
     }
     if (operation->delay != 0)
         usleep(operation->delay);
-    if (operation->kind != FILL)
+    if (copies)
         atomic_fetch_and(&copying, ~(1u << context->device));
     if (operation->kind == OUT)
         device_to_host(operation->host, operation->device, operation->bytes);
     else if (operation->kind == IN)
         host_to_device(operation->device, operation->host, operation->bytes);
+    else if (operation->kind == SET)
+        set_device(operation->device, operation->value, operation->bytes);
+    else if (operation->kind == LAUNCH)
+        run_kernel(&operation->launch, context);
     else
         for (size_t at = 0; at < operation->bytes; at++)
             ((volatile char *)operation->device)[at] = (char)operation->value;
@@ -401,7 +418,7 @@ static void perform(const struct operation *operation, CUcontext context)
 static void *run(void *argument)
 {
     CUstream stream = argument;
-    pthread_setname_np(pthread_self(), "cuda-double");
+    pthread_setname_np(pthread_self(), "cuda-EvtHandlr");
     pthread_mutex_lock(&mutex);
     for (;;) {
         while (stream->first == NULL && !stream->ends)
@@ -477,6 +494,35 @@ static void ask(CUstream stream, struct operation wanted, const char *function)
     pthread_mutex_unlock(&mutex);
 }
 
+void launch_on(CUstream stream, struct launch launch, const char *function)
+{
+    ask(stream, (struct operation){.kind = LAUNCH, .launch = launch}, function);
+}
+
+void need_context(CUcontext context, const char *function)
+{
+    if (!exists(context))
+        misuse("%s: of a context that was destroyed", function);
+}
+
+EXPORT CUresult cuCtxGetId(CUcontext context, unsigned long long *id)
+{
+    ENTER();
+    if (!exists(context))
+        return CUDA_ERROR_INVALID_CONTEXT;
+    *id = context->id;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemsetD8Async(CUdeviceptr device, unsigned char value, size_t bytes, CUstream stream)
+{
+    ENTER();
+    if (!device_range_is_usable(device, bytes, CU_MEM_ACCESS_FLAGS_PROT_READWRITE))
+        misuse("cuMemsetD8Async(%#llx, %zu): not the device's", device, bytes);
+    ask(actual(stream), (struct operation){.kind = SET, .device = device, .bytes = bytes, .value = value}, __func__);
+    return CUDA_SUCCESS;
+}
+
 EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned int flags)
 {
     ENTER();
@@ -498,8 +544,7 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
     stream->ends = true;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
-    pthread_join(stream->thread, NULL);
-    free(stream);
+    pthread_join(stream->thread, NULL); /* events of it still exist, so it is not freed */
     __atomic_sub_fetch(&stream_count, 1, __ATOMIC_RELAXED);
     return CUDA_SUCCESS;
 }
@@ -519,8 +564,7 @@ EXPORT CUresult cuStreamSynchronize(CUstream stream)
 EXPORT CUresult cuStreamQuery(CUstream stream)
 {
     ENTER();
-    if (own_memory != NULL)
-        (void)*own_memory;
+    read_own_memory();
     CUcontext context = needed(__func__);
     if (stream <= (CUstream)2 && context->launches == NULL)
         return CUDA_SUCCESS; /* nothing was ever launched */
@@ -530,6 +574,16 @@ EXPORT CUresult cuStreamQuery(CUstream stream)
     CUresult result = stream->done == stream->asked ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
     pthread_mutex_unlock(&mutex);
     return result;
+}
+
+EXPORT CUresult cuStreamGetCtx(CUstream stream, CUcontext *context)
+{
+    ENTER();
+    stream = actual(stream);
+    if (stream == NULL)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    *context = stream->context;
+    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags)
@@ -543,9 +597,17 @@ EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags)
     return CUDA_SUCCESS;
 }
 
+/* The real driver frees it with its context. */
+static void need_its_context(CUevent event, const char *function)
+{
+    if (!exists(event->context))
+        misuse("%s: an event of a context that was destroyed", function);
+}
+
 EXPORT CUresult cuEventDestroy_v2(CUevent event)
 {
     ENTER();
+    need_its_context(event, __func__);
     free(event);
     __atomic_sub_fetch(&event_count, 1, __ATOMIC_RELAXED);
     return CUDA_SUCCESS;
@@ -568,10 +630,13 @@ EXPORT CUresult cuEventRecord(CUevent event, CUstream stream)
 EXPORT CUresult cuEventSynchronize(CUevent event)
 {
     ENTER();
+    read_own_memory();
+    need_its_context(event, __func__);
     pthread_mutex_lock(&mutex);
     if (event->stream == NULL)
         misuse("cuEventSynchronize: never recorded");
-    place(event->context, event->stream, __func__);
+    if (!event->stream->ends)
+        place(event->context, event->stream, __func__);
     while (event->stream->done < event->asked)
         pthread_cond_wait(&changed, &mutex);
     pthread_mutex_unlock(&mutex);
@@ -581,6 +646,8 @@ EXPORT CUresult cuEventSynchronize(CUevent event)
 EXPORT CUresult cuEventQuery(CUevent event)
 {
     ENTER();
+    read_own_memory();
+    need_its_context(event, __func__);
     CUresult result = permitted_during_capture();
     if (result != CUDA_SUCCESS)
         return result;
@@ -701,6 +768,7 @@ EXPORT CUresult cuStreamEndCapture_ptsz(CUstream stream, CUgraph *graph)
 EXPORT CUresult cuCtxSynchronize(void)
 {
     ENTER();
+    read_own_memory();
     CUcontext context = needed(__func__);
     if (invalidate(context))
         return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -714,30 +782,36 @@ size_t events_outstanding(void) { return __atomic_load_n(&event_count, __ATOMIC_
 EXPORT CUresult cuMemcpyDtoHAsync_v2(void *host, CUdeviceptr device, size_t bytes, CUstream stream)
 {
     ENTER();
-    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes))
+    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes, 1))
         misuse("%s(%p, %#llx, %zu): outside of what is there", __func__, host, device, bytes);
-    ask(stream, (struct operation){OUT, device, host, bytes, 0, delay, NULL}, __func__);
+    struct operation wanted = {.kind = OUT, .device = device, .host = host, .bytes = bytes, .delay = delay};
+    ask(stream, wanted, __func__);
     return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void *host, size_t bytes, CUstream stream)
 {
     ENTER();
-    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes))
+    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes, 3))
         misuse("%s(%#llx, %p, %zu): outside of what is there", __func__, device, host, bytes);
-    ask(stream, (struct operation){IN, device, (char *)host, bytes, 0, delay, NULL}, __func__);
+    struct operation wanted = {.kind = IN, .device = device, .host = (char *)host, .bytes = bytes, .delay = delay};
+    ask(stream, wanted, __func__);
     return CUDA_SUCCESS;
 }
 
 EXPORT void double_set_delay(unsigned microseconds) { delay = microseconds; }
 
+EXPORT CUresult double_launch_on(CUstream stream, CUdeviceptr address, size_t bytes, int value, unsigned microseconds)
+{
+    if (!device_range_is_usable(address, bytes, 3))
+        misuse("an illegal address: %#llx, %zu bytes", address, bytes);
+    struct operation wanted = {.kind = FILL, .device = address, .bytes = bytes, .value = value, .delay = microseconds};
+    ask(actual(stream), wanted, __func__);
+    return CUDA_SUCCESS;
+}
+
 EXPORT CUresult double_launch(CUdeviceptr address, size_t bytes, int value, unsigned microseconds)
 {
-    CUcontext context = needed(__func__);
-    if (context->launches == NULL)
-        context->launches = stream_of(context);
-    if (!device_range_is_usable(address, bytes))
-        misuse("an illegal address: %#llx, %zu bytes", address, bytes);
-    ask(context->launches, (struct operation){FILL, address, NULL, bytes, value, microseconds, NULL}, __func__);
-    return CUDA_SUCCESS;
+    needed(__func__);
+    return double_launch_on(NULL, address, bytes, value, microseconds);
 }

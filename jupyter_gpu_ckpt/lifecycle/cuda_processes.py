@@ -140,6 +140,12 @@ def close_launch_gates(kernel: KernelState, pids: Iterable[int], lease_s: float 
     _raise_first(kernel, _each(kernel, pids, lambda pid: kernel.fast_path(pid=pid).close_launch_gate(lease_s)))
 
 
+def drop_zero_pages(kernel: KernelState) -> None:
+    """Give back the zeros of the contexts that the driver has suspended, before a dump; see `FastPath`."""
+    suspended = [pid for pid, state in states(kernel).items() if state is CudaState.CHECKPOINTED]
+    _raise_first(kernel, _each(kernel, suspended, lambda pid: kernel.fast_path(pid=pid).drop_zero_pages()))
+
+
 def remove_stale_sockets(kernel: KernelState) -> None:
     """Remove the sockets that the libraries of processes have left which were killed."""
     capsule = kernel.require_capsule()

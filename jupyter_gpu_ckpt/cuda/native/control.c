@@ -43,6 +43,7 @@
 
 #include "capture.h"
 #include "child.h"
+#include "context_memory.h"
 #include "copies.h"
 #include "host_memory.h"
 #include "instruments.h"
@@ -145,7 +146,12 @@ static CUresult perform_at_gate(const char *verb, CUresult unknown)
     int length = 0;
     if (sscanf(verb, "close %9u%n", &milliseconds, &length) == 1 && isdigit(verb[strlen("close ")]) &&
         verb[length] == '\0') {
+        context_memory_forget();
         launch_gate_close(milliseconds / 1e3);
+        return CUDA_SUCCESS;
+    }
+    if (strcmp(verb, "drop_zeros") == 0) {
+        context_memory_drop_zeros();
         return CUDA_SUCCESS;
     }
     if (strcmp(verb, "open") != 0)

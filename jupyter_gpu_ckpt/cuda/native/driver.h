@@ -239,6 +239,8 @@ const struct driver *any_driver(void);
 
 /* The library of `any_driver`, which has been found. */
 void *library_of_driver(void);
+/* Whether an address is in that library, as far as it has been used; in any thread, without a lock. */
+bool is_code_of_driver(const void *address);
 
 /* The driver as ``original``, in a function that stands in for one of its own that it may lack. */
 #define DRIVER_WITH(name)                                                                                              \

@@ -78,6 +78,7 @@ void double_lock_file(const char *file);
 /* The process is suspended while there is a file of the given name (beside it, "-is-suspended" says that): calls that
  * do not wait end it. */
 void double_suspend_file(const char *file);
+void *double_map(size_t bytes);
 void double_read(void);
 void double_write(void);
 void double_hold(unsigned microseconds); /* what writers need */

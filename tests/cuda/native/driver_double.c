@@ -168,6 +168,14 @@ EXPORT void double_suspend_file(const char *file)
     keep_at(file, "suspended", take_memory, return_memory);
 }
 
+/* As memory of a suspended context is mapped; the caller fills it. */
+EXPORT void *double_map(size_t bytes)
+{
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
+    void *volatile memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    return memory; /* volatile: not by a tail call, whose caller is another */
+}
+
 /* -- devices and contexts */
 
 EXPORT CUresult cuInit(unsigned int flags)

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <signal.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -368,6 +369,27 @@ static void child_sockets(void)
     printf("%d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
 }
 
+/* Map so many MiB as the driver or as the program itself, with every 256th page filled. */
+static void map(const char *who, size_t mib)
+{
+    size_t bytes = mib << 20;
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
+    char *memory = strcmp(who, "driver") == 0 ? DRIVER(void *, double_map, size_t)(bytes)
+                                              : mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    for (size_t at = 0; at < bytes; at += SPARSE)
+        memset(memory + at, 1 + (int)(at / SPARSE % 255), 4096);
+    printf("%p\n", (void *)memory);
+}
+
+/* The bytes of that memory which are not what they were. */
+static size_t bytes_changed(const char *memory, size_t mib)
+{
+    size_t found = 0;
+    for (size_t at = 0; at < mib << 20; at++)
+        found += memory[at] != (at % SPARSE < 4096 ? (char)(1 + at / SPARSE % 255) : 0);
+    return found;
+}
+
 static void perform(char *line)
 {
     char *words = strchr(line, ' ');
@@ -376,7 +398,14 @@ static void perform(char *line)
     char name[64];
     long nth;
     int lasting, result;
-    if (strcmp(line, "alloc") == 0)
+    void *memory;
+    if (strcmp(line, "map") == 0 && sscanf(words, "%63s %zu", name, &number) == 2)
+        map(name, number);
+    else if (strcmp(line, "changed") == 0 && sscanf(words, "%p %zu", &memory, &number) == 2)
+        printf("%zu\n", bytes_changed(memory, number));
+    else if (strcmp(line, "unmap") == 0 && sscanf(words, "%p %zu", &memory, &number) == 2)
+        printf("%d\n", munmap(memory, number << 20));
+    else if (strcmp(line, "alloc") == 0)
         alloc(words);
     else if (strcmp(line, "free") == 0)
         printf("%d\n", give_back(&allocations[number]));

@@ -39,6 +39,8 @@ PTX = b"""
 COUNT = 32
 #: CU_LAUNCH_ATTRIBUTE_COOPERATIVE, CU_RESOURCE_TYPE_LINEAR, CU_AD_FORMAT_FLOAT, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 COOPERATIVE, LINEAR, FLOAT, DMA_BUF = 2, 2, 0x20, 1
+#: CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+PINNED, ON_DEVICE, RELEASE_THRESHOLD = 1, 1, 4
 
 
 class LaunchConfig(ctypes.Structure):
@@ -228,6 +230,27 @@ def memory_of_pools(program: Device) -> None:
     program.say("freed at once", program.cu["cuMemFree"](Pointer(at.value)), program.cu["cuStreamDestroy"](stream))
 
 
+def pools_of_a_program(program: Device) -> None:
+    """Memory of pools that a program makes itself, once with a threshold over which it is given back."""
+    stream = program.stream()
+    for threshold in (0, 64 * MIB):
+        pool, at = ctypes.c_void_p(), Pointer()
+        wanted = struct.pack("<iiiiQQH54x", PINNED, 0, ON_DEVICE, 0, 0, 0, 0)
+        program.say(threshold, program.cu["cuMemPoolCreate"](ctypes.byref(pool), wanted))
+        limit = ctypes.c_ulonglong(threshold)
+        program.say(program.cu["cuMemPoolSetAttribute"](pool, RELEASE_THRESHOLD, ctypes.byref(limit)))
+        for size in (SMALL, SERVED, 1 << 60):
+            for _ in range(2):
+                result = program.cu["cuMemAllocFromPoolAsync"](ctypes.byref(at), Size(size), pool, stream)
+                program.say(size, result)
+                if result == 0:
+                    program.say(program.cu["cuStreamSynchronize"](stream), program.zero(at.value))
+                    program.say(program.numbers(at.value), [program.attribute(each, at.value) for each in (2, 9, 17)])
+                    program.say(program.cu["cuMemFreeAsync"](at, stream), program.cu["cuStreamSynchronize"](stream))
+        program.say(program.cu["cuMemPoolTrimTo"](pool, Size(0)), program.cu["cuMemPoolDestroy"](pool))
+    program.say(program.cu["cuStreamDestroy"](stream))
+
+
 def dma_buffers(program: Device) -> None:
     """Export memory for GPUDirect, as a descriptor; the sizes must be those of the host's pages."""
     program.say([program.device_attribute(each) for each in (102, 103, 110, 115, 116, 117, 118, 119, 124)])
@@ -337,6 +360,7 @@ PROGRAMS: dict[str, Callable[[Device], None]] = {
         launches,
         graphs,
         memory_of_pools,
+        pools_of_a_program,
         dma_buffers,
         peers,
         tables_and_attributes,

@@ -59,7 +59,6 @@ def state():
 POOLS = {
     "default": "",
     "async": "cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)",
-    "own pool": "cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool('create').malloc)",
 }
 
 
@@ -73,7 +72,7 @@ async def test_torch_s_backend(tmp_path, runtime_base, monkeypatch, record):
         assert await kernel.run(TURNS, 120) == "True"
 
 
-@pytest.mark.parametrize("pool", ["default", "async", "own pool"])
+@pytest.mark.parametrize("pool", POOLS)
 async def test_cupy_s_pools(tmp_path, runtime_base, pool, record):
     pytest.importorskip("cupy", reason="CuPy is not installed on this machine")
     async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:

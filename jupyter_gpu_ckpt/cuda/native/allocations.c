@@ -6,10 +6,12 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "capture.h"
 #include "child.h"
 #include "table_lock.h"
 
 #define FIRST_SLOTS 4096
+#define LEGACY_STREAM ((CUstream)1)
 
 /* Open addressing, keyed by address. */
 static struct allocation *table;
@@ -127,6 +129,15 @@ bool allocation_at(CUdeviceptr address, struct allocation *found)
         *found = *allocation;
     table_unlock();
     return exists;
+}
+
+void allocation_set_synchronizes(CUdeviceptr address, bool synchronizes)
+{
+    table_lock();
+    struct allocation *allocation = find(address);
+    if (allocation != NULL && !allocation->freed)
+        allocation->synchronizes = synchronizes;
+    table_unlock();
 }
 
 bool allocation_retire(CUdeviceptr address, struct allocation *retired)
@@ -330,6 +341,17 @@ CUresult allocation_unmap(struct allocation *allocation)
     return release_handle(allocation);
 }
 
+/* Whether the current context has failed (an illegal access): cuMemAlloc then gives that error, the functions of
+ * virtual memory do not.  A query is the cheapest call that does; not while a stream is captured, which it would end. */
+static bool has_failed(void)
+{
+    const struct driver *cu = driver();
+    if (cu->cuStreamQuery == NULL || capture_is_active())
+        return false;
+    CUresult result = cu->cuStreamQuery(LEGACY_STREAM);
+    return result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY;
+}
+
 CUdeviceptr allocation_create(size_t bytes, unsigned pool)
 {
     const struct driver *cu = driver();
@@ -337,7 +359,7 @@ CUdeviceptr allocation_create(size_t bytes, unsigned pool)
     size_t grain;
     int devices;
     if (cu == NULL || cu->cuCtxGetCurrent(&allocation.context) != CUDA_SUCCESS || allocation.context == NULL ||
-        cu->cuCtxGetDevice(&allocation.device) != CUDA_SUCCESS)
+        cu->cuCtxGetDevice(&allocation.device) != CUDA_SUCCESS || has_failed())
         return 0;
     if (cu->cuDeviceGetCount(&devices) != CUDA_SUCCESS || devices > MAX_DEVICES || allocation.device < 0 ||
         allocation.device >= devices || !all_are_peers(devices) || !granularity(allocation.device, &grain))

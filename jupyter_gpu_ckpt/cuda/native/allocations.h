@@ -19,6 +19,7 @@ struct allocation {
     bool freed;    /* by the program; given back later (`allocation_postpone`) */
     bool retired;  /* and given out again (`pools.h`) */
     unsigned pool; /* number of the pool that it was allocated from; 0: by cuMemAlloc */
+    bool synchronizes; /* the program has set CU_POINTER_ATTRIBUTE_SYNC_MEMOPS */
     CUevent after;
     CUcontext recorded_in; /* the context of that event, which ends with it */
     /* Its number if another process may have it mapped, else 0: then it is not swapped (`ipc.c`). */
@@ -41,6 +42,9 @@ bool allocation_at(CUdeviceptr address, struct allocation *found);
 /* Take an allocation of a pool from the program, and copy its facts; and give it to the program again, in a context. */
 bool allocation_retire(CUdeviceptr address, struct allocation *retired);
 bool allocation_reuse(CUdeviceptr address, size_t requested, CUcontext context);
+
+/* Note whether the memory operations of the allocation that begins at the address synchronize. */
+void allocation_set_synchronizes(CUdeviceptr address, bool synchronizes);
 
 /* Find out whether an allocation begins at the address, and in which context. */
 bool allocation_lookup(CUdeviceptr address, CUcontext *context);

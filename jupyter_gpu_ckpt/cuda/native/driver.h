@@ -95,6 +95,7 @@ enum {
     CU_MEMHOSTREGISTER_PORTABLE = 1,
     CU_MEMHOSTREGISTER_DEVICEMAP = 2,
     CU_STREAM_NON_BLOCKING = 1,
+    CU_CTX_SYNC_MEMOPS = 0x80,
     CU_EVENT_DISABLE_TIMING = 2,
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102,
     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103,
@@ -128,7 +129,9 @@ enum {
 
 /* Functions that an older driver may lack. */
 #define OPTIONAL_FUNCTIONS(F)                                                                                          \
+    F(cuCtxGetFlags, (unsigned int *))                                                                                 \
     F(cuCtxGetId, (CUcontext, unsigned long long *))                                                                   \
+    F(cuCtxSetFlags, (unsigned int))                                                                                   \
     F(cuDevicePrimaryCtxGetState, (CUdevice, unsigned int *, int *))                                                   \
     F(cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice))                                                               \
     F(cuDeviceGetDefaultMemPool, (CUmemoryPool *, CUdevice))                                                           \
@@ -145,6 +148,7 @@ enum {
     F(cuModuleLoadData, (CUmodule *, const void *))                                                                    \
     F(cuModuleUnload, (CUmodule))                                                                                      \
     F(cuStreamIsCapturing, (CUstream, int *))                                                                          \
+    F(cuStreamQuery, (CUstream))                                                                                       \
     F(cuThreadExchangeStreamCaptureMode, (int *))
 
 /* Functions that this library defines itself and that programs call instead of the driver's; the CUDA version since
@@ -202,6 +206,7 @@ enum {
        unsigned long long))                                                                                            \
     F(cuPointerGetAttribute, 4000, (void *, int, CUdeviceptr))                                                         \
     F(cuPointerGetAttributes, 7000, (unsigned int, int *, void **, CUdeviceptr))                                       \
+    F(cuPointerSetAttribute, 6000, (const void *, int, CUdeviceptr))                                                   \
     F(cuStreamBeginCapture, 10000, (CUstream))                                                                         \
     F(cuStreamBeginCapture_ptsz, 10000, (CUstream))                                                                    \
     F(cuStreamBeginCapture_v2, 10010, (CUstream, int))                                                                 \

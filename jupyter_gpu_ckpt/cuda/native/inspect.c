@@ -3,16 +3,17 @@
 #define _GNU_SOURCE
 #include "allocations.h"
 #include "driver.h"
+#include "launch_gate.h"
 #include "pools.h"
 
 /* CUpointer_attribute */
-enum { CONTEXT = 1, IS_LEGACY_CUDA_IPC_CAPABLE = 10, RANGE_START_ADDR, RANGE_SIZE, ALLOWED_HANDLE_TYPES = 14 };
-enum { MEMPOOL_HANDLE = 17 };
+enum { CONTEXT = 1, SYNC_MEMOPS = 6, IS_LEGACY_CUDA_IPC_CAPABLE = 10, RANGE_START_ADDR, RANGE_SIZE };
+enum { ALLOWED_HANDLE_TYPES = 14, MEMPOOL_HANDLE = 17 };
 
 /* Only a bit is another one than what the driver writes: its manual does not say how many bytes a truth value has. */
 static bool is_a_bit(int attribute)
 {
-    return attribute == IS_LEGACY_CUDA_IPC_CAPABLE || attribute == ALLOWED_HANDLE_TYPES;
+    return attribute == SYNC_MEMOPS || attribute == IS_LEGACY_CUDA_IPC_CAPABLE || attribute == ALLOWED_HANDLE_TYPES;
 }
 
 static bool differs(int attribute)
@@ -32,8 +33,10 @@ static bool is_own(int attribute, const struct allocation *allocation)
 
 static void tell(void *data, int attribute, const struct allocation *allocation)
 {
-    if (attribute == IS_LEGACY_CUDA_IPC_CAPABLE)
+    if (attribute == IS_LEGACY_CUDA_IPC_CAPABLE || (attribute == SYNC_MEMOPS && allocation->synchronizes))
         *(unsigned char *)data |= 1;
+    else if (attribute == SYNC_MEMOPS)
+        return;
     else if (attribute == ALLOWED_HANDLE_TYPES)
         *(unsigned char *)data &= (unsigned char)~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     else if (attribute == CONTEXT)
@@ -77,6 +80,42 @@ CUresult cuPointerGetAttributes(unsigned int count, int *attributes, void **data
             if (is_served && is_own(attributes[at], &allocation))
                 tell(data[at], attributes[at], &allocation);
         }
+    return result;
+}
+
+/* Have synchronous memory operations of a context wait for their end. */
+static CUresult synchronize_operations(CUcontext context)
+{
+    const struct driver *cu = driver();
+    CUcontext popped;
+    unsigned int flags;
+    if (cu == NULL || cu->cuCtxGetFlags == NULL || cu->cuCtxSetFlags == NULL || context == NULL)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    CUresult result = cu->cuCtxPushCurrent_v2(context);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = cu->cuCtxGetFlags(&flags);
+    if (result == CUDA_SUCCESS && (flags & CU_CTX_SYNC_MEMOPS) == 0)
+        result = cu->cuCtxSetFlags(flags | CU_CTX_SYNC_MEMOPS);
+    cu->cuCtxPopCurrent_v2(&popped);
+    return result;
+}
+
+/* The driver lets the operations on one allocation synchronize, but not on mapped memory, which served memory is; so
+ * all of its context do from then on.  That is never taken back: another allocation or the program may rely on it. */
+CUresult cuPointerSetAttribute(const void *value, int attribute, CUdeviceptr address)
+{
+    DRIVER_WITH(cuPointerSetAttribute);
+    struct allocation allocation;
+    if (value == NULL || attribute != SYNC_MEMOPS || !allocation_containing(address, &allocation) ||
+        allocation.pool != 0)
+        return original->cuPointerSetAttribute(value, attribute, address);
+    bool wanted = *(const unsigned int *)value != 0;
+    CUresult result = launch_gate_pass();
+    if (result == CUDA_SUCCESS && wanted)
+        result = synchronize_operations(allocation.context);
+    if (result == CUDA_SUCCESS)
+        allocation_set_synchronizes(allocation.address, wanted);
     return result;
 }
 

@@ -12,6 +12,7 @@
     F(cuCtxRecordEvent)                                                                                                \
     F(cuCtxSynchronize) F(cuCtxSynchronize_v2)                                                                         \
     F(cuCtxWaitEvent)                                                                                                  \
+    F(cuEventElapsedTime) F(cuEventElapsedTime_v2)                                                                     \
     F(cuEventQuery)                                                                                                    \
     F(cuEventRecord) F(cuEventRecord_ptsz)                                                                             \
     F(cuEventRecordWithFlags) F(cuEventRecordWithFlags_ptsz)                                                           \

@@ -232,10 +232,14 @@ CUresult cuMemPoolGetAttribute(CUmemoryPool pool, int attribute, void *value)
     return result;
 }
 
-/* The driver has given back by now what is over the thresholds of its pools. */
+/* The driver has given back by now what is over the thresholds of its pools.  In a process that it has suspended it
+ * returns an error that the program has not earned. */
 CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *bytes)
 {
     DRIVER_WITH(cuMemGetInfo_v2);
+    CUresult result = launch_gate_pass();
+    if (result != CUDA_SUCCESS)
+        return result;
     if (!is_inert() && driver() != NULL && !capture_is_active())
         pools_trim(0, TO_THRESHOLD, false);
     return original->cuMemGetInfo_v2(free_bytes, bytes);

@@ -49,6 +49,7 @@ CUresult permitted_during_capture(void);
 
 CUcontext current_context(void);
 CUdevice device_of(CUcontext context);
+CUresult failed(CUcontext context); /* the error of a kernel of it, which most calls then return */
 void free_allocations_of(CUcontext context);
 CUresult cuStreamIsCapturing(CUstream, int *);
 int device_count(void); /* DOUBLE_DEVICES of the environment */
@@ -57,8 +58,12 @@ int can_access(CUdevice from, CUdevice to); /* but for different ones if DOUBLE_
 void finish_work(CUcontext context);
 size_t streams_outstanding(void);
 size_t events_outstanding(void);
-/* As a writer: calls that change what memory there is do. */
+/* As a writer: calls that change what memory there is do; they wait, too, while the process is suspended. */
 void lock_for_writing(void);
+void wait_while_suspended(void);
+bool is_suspended(void);
+/* Memory that cuMemFreeAsync was called for on the stream (NULL: on any), and whose work is done by now, is free. */
+void free_deferred(CUstream stream);
 
 /* For tests. */
 struct outstanding {
@@ -73,6 +78,7 @@ void double_slow(const char *function, unsigned microseconds); /* the next call 
 long double_calls(const char *function);         /* since the last double_fail */
 const char *double_called(size_t index);         /* names, until NULL */
 CUresult double_primary_context(CUcontext *);
+void double_break(CUresult result); /* a kernel of the current context has failed */
 /* Calls that wait while the driver is locked, by the file of the given name (beside it, "-is-locked" says that). */
 void double_lock_file(const char *file);
 /* The process is suspended while there is a file of the given name (beside it, "-is-suspended" says that): calls that

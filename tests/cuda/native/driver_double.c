@@ -16,6 +16,8 @@
 struct CUctx_st {
     int device;
     unsigned long long id; /* another one each time that it is made */
+    unsigned int flags;
+    CUresult failed; /* of a kernel: the result of most calls from then on */
     CUstream first; /* of its streams, the one that ``double_launch`` uses among them */
     CUstream launches;
     struct CUctx_st *other;
@@ -60,6 +62,9 @@ static _Thread_local size_t depth;
 
 CUcontext current_context(void) { return depth ? stack[depth - 1] : NULL; }
 CUdevice device_of(CUcontext context) { return context->device; }
+CUresult failed(CUcontext context) { return context != NULL ? context->failed : CUDA_SUCCESS; }
+
+EXPORT void double_break(CUresult result) { current_context()->failed = result; }
 
 static CUcontext needed(const char *function)
 {
@@ -80,9 +85,17 @@ int can_access(CUdevice from, CUdevice to) { return from == to || getenv("DOUBLE
 
 static pthread_rwlock_t driver_lock = PTHREAD_RWLOCK_INITIALIZER;
 static pthread_mutex_t writers_mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t suspended_mutex = PTHREAD_MUTEX_INITIALIZER; /* locked while the process is */
+
+void wait_while_suspended(void)
+{
+    pthread_mutex_lock(&suspended_mutex);
+    pthread_mutex_unlock(&suspended_mutex);
+}
 
 void lock_for_writing(void)
 {
+    wait_while_suspended();
     pthread_rwlock_wrlock(&driver_lock);
     pthread_mutex_lock(&writers_mutex);
     pthread_mutex_unlock(&writers_mutex);
@@ -110,11 +123,25 @@ static void unlock(void) { pthread_rwlock_unlock(&driver_lock); }
 
 /* The driver's own memory, which is away while it has suspended the process.  Some calls read it without the lock. */
 static volatile int *own_memory;
+static atomic_bool suspended;
 
-static void take_memory(void) { mprotect((void *)own_memory, sizeof *own_memory, PROT_NONE); }
-static void return_memory(void) { mprotect((void *)own_memory, sizeof *own_memory, PROT_READ); }
+static void take_memory(void)
+{
+    pthread_mutex_lock(&suspended_mutex);
+    atomic_store(&suspended, true);
+    mprotect((void *)own_memory, sizeof *own_memory, PROT_NONE);
+}
 
-/* Of cuStreamQuery this was seen on a GPU; of the others that wait for work, or ask for it, it may be. */
+static void return_memory(void)
+{
+    mprotect((void *)own_memory, sizeof *own_memory, PROT_READ);
+    atomic_store(&suspended, false);
+    pthread_mutex_unlock(&suspended_mutex);
+}
+
+bool is_suspended(void) { return atomic_load(&suspended); }
+
+/* As a GPU does it (docs/measurements.md): calls that wait for work, or ask for it, end a suspended process. */
 static void read_own_memory(void)
 {
     if (own_memory != NULL)
@@ -381,6 +408,20 @@ EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice 
     return cuCtxPushCurrent_v2(*context);
 }
 
+EXPORT CUresult cuCtxGetFlags(unsigned int *flags)
+{
+    ENTER();
+    *flags = needed(__func__)->flags;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxSetFlags(unsigned int flags)
+{
+    ENTER();
+    needed(__func__)->flags = flags;
+    return CUDA_SUCCESS;
+}
+
 EXPORT CUresult cuCtxGetDevice(CUdevice *device)
 {
     ENTER();
@@ -553,6 +594,7 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
     pthread_join(stream->thread, NULL); /* events of it still exist, so it is not freed */
+    free_deferred(stream);
     __atomic_sub_fetch(&stream_count, 1, __ATOMIC_RELAXED);
     return CUDA_SUCCESS;
 }
@@ -560,12 +602,14 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
 EXPORT CUresult cuStreamSynchronize(CUstream stream)
 {
     ENTER();
+    read_own_memory();
     pthread_mutex_lock(&mutex);
     place(needed(__func__), stream, __func__);
     while (stream->done != stream->asked)
         pthread_cond_wait(&changed, &mutex);
     pthread_mutex_unlock(&mutex);
-    return CUDA_SUCCESS;
+    free_deferred(stream);
+    return failed(current_context());
 }
 
 /* As the real one, it does not wait at the lock. */
@@ -574,6 +618,8 @@ EXPORT CUresult cuStreamQuery(CUstream stream)
     ENTER();
     read_own_memory();
     CUcontext context = needed(__func__);
+    if (context->failed != CUDA_SUCCESS)
+        return context->failed;
     if (stream <= (CUstream)2 && context->launches == NULL)
         return CUDA_SUCCESS; /* nothing was ever launched */
     stream = actual(stream);
@@ -597,6 +643,7 @@ EXPORT CUresult cuStreamGetCtx(CUstream stream, CUcontext *context)
 EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags)
 {
     ENTER();
+    wait_while_suspended();
     if (flags != CU_EVENT_DISABLE_TIMING)
         misuse("cuEventCreate: nobody wants to know the time");
     *event = calloc(1, sizeof **event);
@@ -647,8 +694,10 @@ EXPORT CUresult cuEventSynchronize(CUevent event)
         place(event->context, event->stream, __func__);
     while (event->stream->done < event->asked)
         pthread_cond_wait(&changed, &mutex);
+    CUstream stream = event->stream;
     pthread_mutex_unlock(&mutex);
-    return CUDA_SUCCESS;
+    free_deferred(stream);
+    return failed(event->context);
 }
 
 EXPORT CUresult cuEventQuery(CUevent event)
@@ -778,9 +827,12 @@ EXPORT CUresult cuCtxSynchronize(void)
     ENTER();
     read_own_memory();
     CUcontext context = needed(__func__);
+    if (context->failed != CUDA_SUCCESS)
+        return context->failed;
     if (invalidate(context))
         return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     finish_work(context);
+    free_deferred(NULL);
     return CUDA_SUCCESS;
 }
 

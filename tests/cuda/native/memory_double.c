@@ -27,6 +27,8 @@ struct range {
     CUcontext context; /* of an allocation, or */
     CUmemoryPool pool;
     bool programs;     /* of a reservation: not the library's, which wants no alignment */
+    bool synchronizes;
+    CUstream freed_on; /* and free when its work is done */
 };
 struct memory {
     CUmemGenericAllocationHandle handle;
@@ -43,7 +45,7 @@ struct ranges {
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static struct ranges reservations, mappings, allocations, registered;
+static struct ranges reservations, mappings, allocations, deferred, registered;
 static struct memory **memories;
 static size_t memory_count, memory_room;
 static CUmemGenericAllocationHandle last;
@@ -491,7 +493,9 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
     ENTER();
     if (current_context() == NULL)
         return CUDA_ERROR_INVALID_CONTEXT;
-    CUresult result = permitted_during_capture();
+    CUresult result = failed(current_context());
+    if (result == CUDA_SUCCESS)
+        result = permitted_during_capture();
     if (result != CUDA_SUCCESS)
         return result;
     if (address == NULL || bytes == 0)
@@ -529,8 +533,25 @@ static CUresult free_allocation(CUdeviceptr address)
     return CUDA_SUCCESS;
 }
 
+/* That of a stream, of a context, or all. */
+static void free_deferred_of(CUstream stream, CUcontext context)
+{
+    pthread_mutex_lock(&mutex);
+    for (size_t at = deferred.count; at-- > 0;)
+        if ((stream == NULL || deferred.all[at].freed_on == stream) &&
+            (context == NULL || deferred.all[at].context == context)) {
+            used -= deferred.all[at].bytes;
+            free((void *)deferred.all[at].address);
+            deferred.all[at] = deferred.all[--deferred.count];
+        }
+    pthread_mutex_unlock(&mutex);
+}
+
+void free_deferred(CUstream stream) { free_deferred_of(stream, NULL); }
+
 void free_allocations_of(CUcontext context)
 {
+    free_deferred_of(NULL, context);
     for (;;) {
         CUdeviceptr address = 0;
         pthread_mutex_lock(&mutex);
@@ -551,7 +572,10 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
     ENTER();
     if (address == 0)
         return CUDA_SUCCESS;
-    CUresult result = permitted_during_capture();
+    wait_while_suspended();
+    CUresult result = failed(current_context());
+    if (result == CUDA_SUCCESS)
+        result = permitted_during_capture();
     if (result != CUDA_SUCCESS)
         return result;
     finish_work(current_context());
@@ -698,6 +722,8 @@ EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUme
     void *memory = NULL;
     if (current_context() == NULL)
         return CUDA_ERROR_INVALID_CONTEXT;
+    if (failed(current_context()) != CUDA_SUCCESS)
+        return failed(current_context());
     if (address == NULL || bytes == 0 || pool == NULL || pool->destroyed)
         return CUDA_ERROR_INVALID_VALUE;
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
@@ -731,16 +757,29 @@ EXPORT CUresult cuMemAllocAsync_ptsz(CUdeviceptr *address, size_t bytes, CUstrea
     return cuMemAllocAsync(address, bytes, stream == NULL ? (CUstream)2 : stream);
 }
 
-/* Waits, which the real one does not. */
+/* Waits, which the real one does not.  Memory of cuMemAlloc is gone at once, but its bytes are free as the real one's
+ * are: when the program has waited for the stream, not because other memory is wanted (an H100, driver 580.159.04). */
 EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 {
     ENTER();
     int captured = 0;
+    wait_while_suspended();
     cuStreamIsCapturing(stream, &captured);
     if (captured != 0)
         return CUDA_ERROR_INVALID_VALUE;
+    if (failed(current_context()) != CUDA_SUCCESS)
+        return failed(current_context());
     finish_work(current_context());
-    return free_allocation(address);
+    pthread_mutex_lock(&mutex);
+    struct range *found = holding(&allocations, address, 1);
+    bool defers = found != NULL && found->address == address && found->pool == NULL;
+    if (defers) {
+        found->freed_on = stream;
+        add(&deferred, *found);
+        drop(&allocations, address);
+    }
+    pthread_mutex_unlock(&mutex);
+    return defers ? CUDA_SUCCESS : free_allocation(address);
 }
 
 EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr address, CUstream stream)
@@ -789,6 +828,23 @@ EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdevi
     return CUDA_SUCCESS;
 }
 
+enum { SYNC_MEMOPS = 6 };
+
+/* Not of memory that is mapped, or a pool's. */
+EXPORT CUresult cuPointerSetAttribute(const void *value, int attribute, CUdeviceptr address)
+{
+    ENTER();
+    if (value == NULL || attribute != SYNC_MEMOPS)
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&mutex);
+    struct range *found = holding(&allocations, address, 1);
+    bool can = found != NULL && found->pool == NULL, is_mapped = holding(&mappings, address, 1) != NULL;
+    if (can)
+        found->synchronizes = *(const unsigned *)value != 0;
+    pthread_mutex_unlock(&mutex);
+    return can ? CUDA_SUCCESS : found != NULL || is_mapped ? CUDA_ERROR_NOT_SUPPORTED : CUDA_ERROR_INVALID_VALUE;
+}
+
 EXPORT CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address)
 {
     enum { CONTEXT = 1, MEMORY_TYPE, DEVICE_POINTER, IS_MANAGED = 8, DEVICE_ORDINAL, RANGE_START = 11, RANGE_SIZE };
@@ -809,6 +865,9 @@ EXPORT CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr add
         return CUDA_SUCCESS;
     case IS_MANAGED:
         *(unsigned *)data = 0;
+        return CUDA_SUCCESS;
+    case SYNC_MEMOPS:
+        *(unsigned *)data = range.synchronizes;
         return CUDA_SUCCESS;
     case DEVICE_ORDINAL:
         *(int *)data = range.memory != NULL ? range.memory->device
@@ -861,6 +920,8 @@ EXPORT CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle
 EXPORT CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *bytes)
 {
     ENTER();
+    if (is_suspended())
+        return CUDA_ERROR_OPERATING_SYSTEM;
     pthread_mutex_lock(&mutex);
     *free_bytes = capacity - used;
     *bytes = capacity;

@@ -19,12 +19,13 @@ from conformance import ENDINGS, MIB, Pointer, Program, Size
 PER_THREAD_STREAM = 2
 #: CU_POINTER_ATTRIBUTE_...: those of CUDA 13 begin with 1, what is after them is unknown to every driver.
 ALL_ATTRIBUTES = range(28)
-CONTEXT, DEVICE_POINTER, HOST_POINTER, P2P_TOKENS, BUFFER_ID = 1, 3, 4, 5, 7
+CONTEXT, DEVICE_POINTER, HOST_POINTER, P2P_TOKENS, SYNC_MEMOPS, BUFFER_ID = 1, 3, 4, 5, 6, 7
 LEGACY_IPC, RANGE_START, HANDLE_TYPES, POOL, MAPPING_START, BLOCK_ID = 10, 11, 14, 17, 19, 20
 #: Their values are addresses; and numbers that the driver gives out.
 ADDRESSES, IDENTITIES = (DEVICE_POINTER, HOST_POINTER, RANGE_START, MAPPING_START), (BUFFER_ID, BLOCK_ID)
 #: What a program sees where the driver has written nothing.
 UNTOUCHED = b"\xa5"
+OUT_OF_MEMORY = 2
 SERVED, SMALL = 7 * MIB + 77, 5000
 WAY_TO_DRIVER = "dlsym"
 
@@ -164,6 +165,17 @@ def parts_of_a_range(program: Watcher) -> None:
         program.say(look_up(ctypes.byref(base), None, Pointer(address + size // 2)), program.near(base.value))
         program.say(look_up(None, ctypes.byref(bytes_), Pointer(address + size // 2)), bytes_.value)
         program.say(look_up(None, None, Pointer(address)))
+
+
+def memory_operations_that_synchronize(program: Watcher) -> None:
+    """CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, as libraries set it that give memory to other devices."""
+    for name, _ in program.of_each_kind():
+        address = program.memory[name]
+        for wanted in (1, 0, 1):
+            value = ctypes.c_uint(wanted)
+            program.say(name, program.cu["cuPointerSetAttribute"](ctypes.byref(value), SYNC_MEMOPS, Pointer(address)))
+            program.say(name, program.attribute(SYNC_MEMOPS, address), program.attributes([SYNC_MEMOPS, 9], address))
+    program.say("nobody's", program.cu["cuPointerSetAttribute"](ctypes.byref(value), SYNC_MEMOPS, Pointer(12345)))
 
 
 def neighbours_are_distinguished(program: Watcher) -> None:
@@ -356,6 +368,22 @@ def contexts_that_are_gone(program: Watcher) -> None:
     program.say(program.alloc("last", SERVED), program.free("last"))
 
 
+def a_context_that_has_failed(program: Watcher) -> None:
+    """Of a kernel's error, which only a double has without a kernel; the calls that return it say so."""
+    other, address, pitch, stream = Pointer(), Pointer(), Size(), program.stream()
+    program.say(program.create_context(other), program.alloc("small", SMALL), program.alloc("served", SERVED))
+    ctypes.CDLL("libcuda.so.1").double_break(700)
+    program.say("alloc", [program.alloc("another", size) for size in (SMALL, SERVED, 64 * MIB)])
+    program.say(
+        program.cu["cuMemAllocPitch"](ctypes.byref(address), ctypes.byref(pitch), Size(5000), Size(2000), 8),
+        program.cu["cuMemAllocAsync"](ctypes.byref(address), Size(SERVED), None),
+    )
+    program.say("free", program.free("small"), program.free("served"), program.cu["cuCtxSynchronize"]())
+    program.say(program.cu["cuCtxDestroy"](other), program.cu["cuCtxSetCurrent"](program.context))
+    program.say("the first", program.alloc("it", SERVED), program.free("it"), program.cu["cuStreamQuery"](stream))
+    program.say(program.cu["cuStreamDestroy"](stream))
+
+
 def the_primary_context_s_state(program: Watcher) -> None:
     state, flags, active = program.cu["cuDevicePrimaryCtxGetState"], ctypes.c_uint(), ctypes.c_int()
 
@@ -433,10 +461,8 @@ def names_by_address(program: Watcher) -> None:
                 result = library.cuGetProcAddress_v2(*arguments, ctypes.byref(status))
                 program.say(name, version, flags, result, status.value, bool(function.value))
                 program.say(library.cuGetProcAddress_v2(*arguments, None), bool(function.value))
-    place = ctypes.byref(function)
-    program.say(library.cuGetProcAddress_v2(None, place, 12000, ctypes.c_ulonglong(0), ctypes.byref(status)))
-    program.say(library.cuGetProcAddress_v2(b"cuInit", None, 12000, ctypes.c_ulonglong(0), ctypes.byref(status)))
-    program.say(library.cuGetProcAddress(None, place, 12000, ctypes.c_ulonglong(0)))
+    # Left out: NULL as a name or as the place for the function, of both versions of cuGetProcAddress.  A real driver
+    # reads the name without a look at it, and ends the process.
 
 
 def names_by_library(program: Watcher) -> None:
@@ -516,15 +542,20 @@ def out_of_memory(program: Watcher) -> None:
 
 
 def out_of_memory_while_something_is_freed_later(program: Watcher) -> None:
-    """Memory that a stream frees counts as free by the time that it is needed."""
+    """Memory that a stream frees is there again, at the latest when the program has waited for the stream.
+
+    Whether it is there before, an allocation that needs it does not say: the driver fails it, the library waits.
+    """
     set_bytes = getattr(ctypes.CDLL("libcuda.so.1"), "double_set_bytes", None)
     if set_bytes is not None:
         set_bytes(Size(64 * MIB))
     block = 32 * MIB if set_bytes is not None else program.free_bytes() // 3 // (2 * MIB) * 2 * MIB
     stream = program.stream()
     for turn in range(6):
-        program.say(turn, program.alloc("it", block))
-        program.say(turn, program.cu["cuMemFreeAsync"](Pointer(program.memory.pop("it")), stream))
+        if (result := program.alloc("it", block)) == OUT_OF_MEMORY:
+            program.cu["cuStreamSynchronize"](stream)
+            result = program.alloc("it", block)
+        program.say(turn, result, program.cu["cuMemFreeAsync"](Pointer(program.memory.pop("it", 0)), stream))
     program.say(program.cu["cuStreamSynchronize"](stream), program.cu["cuStreamDestroy"](stream))
     if set_bytes is not None:
         set_bytes(Size(1 << 40))
@@ -560,6 +591,7 @@ PROGRAMS: dict[str, Callable[[Watcher], None]] = {
         attributes_all_at_once,
         attributes_without_a_place,
         parts_of_a_range,
+        memory_operations_that_synchronize,
         neighbours_are_distinguished,
         sizes_at_the_granularity,
         sizes_that_are_too_large,
@@ -575,6 +607,7 @@ PROGRAMS: dict[str, Callable[[Watcher], None]] = {
         no_current_context,
         several_contexts,
         contexts_that_are_gone,
+        a_context_that_has_failed,
         the_primary_context_s_state,
         streams_of_each_kind,
         events,

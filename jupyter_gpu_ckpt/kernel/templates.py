@@ -58,7 +58,7 @@ def create(store: Store, source: Image, name: str, *, accepts_differences: bool 
     After failure there is neither a kernelspec nor an image.  Raises `BadRequest` for a name that is taken or that no
     kernelspec can have, `NoSuchKernel` as `BadRequest`, and as `branching.BranchPlan.require` and `branch.copy`.
     """
-    manager = KernelSpecManager()
+    manager, name = KernelSpecManager(), name.lower()  # as it is installed, in the place of one with the same name
     if name in manager.find_kernel_specs():
         raise BadRequest(f"There is a kernelspec {name!r} already.", hint="Choose another name.")
     try:
@@ -105,7 +105,7 @@ def remove(store: Store, name: str) -> Template:
 
     Raises `TemplateNotFound`, and as `Store.remove`; the kernelspec is removed first.
     """
-    found = {each.name: each for each in templates()}
+    found, name = {each.name: each for each in templates()}, name.lower()
     if name not in found:
         there = ", ".join(sorted(found)) or "none"
         raise TemplateNotFound(f"There is no template {name!r}; there are: {there}.")

@@ -22,6 +22,7 @@ from blake3 import blake3
 
 from ..errors import ImageDamaged, MissingFile, NoSpace
 from ..files import clone
+from ..files.atomic import flush
 from .image import Image
 
 #: Shared memory is the kernel's, not a file of the user.
@@ -144,6 +145,7 @@ def put_back(path: str, file: KeptFile, directory: Path) -> None:
             os.chown(draft, file.owner, file.group)
         draft.chmod(file.mode)
         os.utime(draft, ns=(file.mtime, file.mtime))
+        flush(draft)  # else a power failure may leave a file without content
         draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)

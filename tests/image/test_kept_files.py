@@ -13,7 +13,7 @@ from jupyter_gpu_ckpt.image import kept_files
 
 @pytest.fixture
 def without_reflinks(monkeypatch):
-    """Whatever the file system of the tests is."""
+    """A file system without reflinks, whatever that of the tests is."""
     monkeypatch.setattr(clone, "_FICLONE", 0)
 
 

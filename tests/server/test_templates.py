@@ -92,3 +92,4 @@ def test_kernels_start_from_a_template_three_at_once_and_without_it_when_it_is_g
     printed = live.run(without, "print('model' in globals())")
     assert "IMAGE_NOT_FOUND" in printed
     assert printed.endswith("False")
+    assert command(live, "remove", "model-ready")[0] == 0

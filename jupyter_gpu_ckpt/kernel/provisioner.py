@@ -13,10 +13,8 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
 import signal
 import subprocess
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -327,10 +325,9 @@ class GpuCkptProvisioner(LocalProvisioner):
             return find(await asyncio.to_thread(engine.store.images), self.kernel_id, name)
         if (own := lifecycle.image) is not None and lifecycle.state is State.CHECKPOINTED:
             return own
-        point = SavePoint(f"branch {time.strftime('%Y-%m-%d %H:%M:%S')} {secrets.token_hex(2)}", automatic=True)
 
         def save() -> Image:
-            return lifecycle.save(point, self.notebook())
+            return automatic_saves.save(lifecycle, automatic_saves.BRANCH, self.notebook())
 
         return await self._host.worker.verb("save for a branch", save)
 

@@ -321,8 +321,8 @@ class Attempt:
     save_point: SavePoint | None = None
     #: The notebook's document for the save point.
     notebook: bytes | None = None
-    #: Files to keep in the save point, besides those that the kernel has open.
-    also_keep: Sequence[str] = ()
+    #: Files that are to be replaced once this save point is there, which must keep them.
+    replaced: Sequence[str] = ()
     #: The save point of the state that the kernel goes back from; None for a wake.
     present: Image | None = None
     #: The files that a kernel that goes back gets.

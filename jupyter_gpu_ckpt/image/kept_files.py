@@ -36,7 +36,7 @@ _SMALL = 16 << 20
 class KeptFile:
     """A file as it was; ``copy``: the name of its copy, if there is one, and its hash.  ``mtime`` in ns.
 
-    ``owner``, ``group``: -1 if they are not known.
+    ``owner``, ``group``: -1 if they are not known.  ``stamped``: a change of it changes ``mtime``.
     """
 
     bytes: int
@@ -46,6 +46,7 @@ class KeptFile:
     blake3: str = ""
     owner: int = -1
     group: int = -1
+    stamped: bool = True
 
     @property
     def kept(self) -> bool:
@@ -81,10 +82,11 @@ def keep(
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             free -= cost or 0
             most -= 0 if path in needed else cost or 0
-            if cost is not None or writes:
+            stamped = not (path in wanted and wanted[path].get("unstamped"))
+            if cost is not None or writes or not stamped:
                 copy = name if cost is not None else ""
                 mode, owners = stat.S_IMODE(facts.st_mode), (facts.st_uid, facts.st_gid)
-                found[path] = KeptFile(facts.st_size, facts.st_mtime_ns, mode, copy, "", *owners)
+                found[path] = KeptFile(facts.st_size, facts.st_mtime_ns, mode, copy, "", *owners, stamped)
     return found
 
 
@@ -121,14 +123,17 @@ def of_image(image: Image) -> dict[str, KeptFile]:
 
 
 def differs(path: str, file: KeptFile) -> bool:
-    """Return whether the file at ``path`` is another one now.  Reads it if its size is the same, and its time not."""
+    """Return whether the file at ``path`` is another one now, or may be.
+
+    Reads it if its size is the same, and its time is not or proves nothing.
+    """
     try:
         now = os.lstat(path)
         if not stat.S_ISREG(now.st_mode) or now.st_size != file.bytes:
             return True
-        if now.st_mtime_ns == file.mtime and not path.startswith(SHARED_MEMORY):
+        if now.st_mtime_ns == file.mtime and file.stamped and not path.startswith(SHARED_MEMORY):
             return False
-        return bool(file.blake3) and _hash(Path(path)) != file.blake3
+        return _hash(Path(path)) != file.blake3 if file.blake3 else not file.stamped
     except OSError:
         return True
 

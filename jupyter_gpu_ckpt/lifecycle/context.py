@@ -321,6 +321,8 @@ class Attempt:
     save_point: SavePoint | None = None
     #: The notebook's document for the save point.
     notebook: bytes | None = None
+    #: Whether the processes run on after the dump.
+    continues: bool = False
     #: Files that are to be replaced once this save point is there, which must keep them.
     replaced: Sequence[str] = ()
     #: The save point of the state that the kernel goes back from; None for a wake.

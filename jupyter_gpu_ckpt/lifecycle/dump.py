@@ -416,6 +416,9 @@ def _published(attempt: Attempt, **claim: Any) -> Image:
     if manifest.save_point is not None:
         with mapped_errors(kernel.engine.store.root):
             files = kept_files.hashed(attempt.kept, draft.criu_directory / layout.KEPT)
+        for path, facts in files.items():  # of the copy: the file itself may be another one by now
+            if facts["blake3"] and path in (noted := manifest.fingerprint["files"]):
+                noted[path].setdefault("blake3", facts["blake3"])
         manifest = dataclasses.replace(manifest, save_point={**manifest.save_point, "files": files})
     if attempt.notebook is not None:
         with mapped_errors(kernel.engine.store.root):
@@ -481,6 +484,7 @@ def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
         device_bytes=saved.device_bytes,
         memory=attempt.swapped_bytes + pages + attempt.dropped_bytes - attempt.shared_bytes,
         open_files=descriptors.needed_limit(images.highest_descriptor(directory)),
+        continues=attempt.continues,
     )
 
 

@@ -76,7 +76,8 @@ def settle(
     """
     kept, found = kept_files.of_image(image), compare(False)
     differing = {each.path for each in found if each.field in _FILES and each.hard}
-    differing |= {path for path, file in kept.items() if file.copy and kept_files.differs(path, file)}
+    compared = {path: file for path, file in kept.items() if file.copy or not file.stamped}
+    differing |= {path for path, file in compared.items() if kept_files.differs(path, file)}
     then, now, open_ = [], set(), []
     for path in sorted(differing):
         can = path in kept and kept[path].kept

@@ -137,7 +137,8 @@ class Lifecycle:
         with self.kernel.lock:
             require_free_name(self.engine.store.images(), self.home.kernel_id, save_point.name)
             self.kernel.save_point = None
-            self._perform(Move.SAVE, State.CHECKPOINTED, save_point=save_point, notebook=notebook)
+            options: dict[str, Any] = {"save_point": save_point, "notebook": notebook, "continues": True}
+            self._perform(Move.SAVE, State.CHECKPOINTED, **options)
             assert self.kernel.save_point is not None
             return self.kernel.save_point
 

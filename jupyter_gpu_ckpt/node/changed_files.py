@@ -148,13 +148,15 @@ def _other_content(path: str, was: Facts, now: Facts, judge: Judge) -> Iterator[
     """Compare files of the same kind and size by their hashes, or where there is none, by their identities."""
     if not was["checked"] or "inode" not in was:
         return  # only appended to, or without a noted identity
-    unchanged = (was["inode"], was["mtime"]) == (now["inode"], now["mtime"])
+    unchanged = not was.get("unstamped") and (was["inode"], was["mtime"]) == (now["inode"], now["mtime"])
     if now["recorded"] and now["blake3"]:
         if now["recorded"] == now["blake3"]:
             return
         before, after = f"content {now['recorded'][:12]}", f"content {now['blake3'][:12]}"
     elif was["build_id"]:
         return
+    elif was.get("unstamped") and was["device"] == now["device"]:
+        before, after = "as it was", "not known: a change of it may leave no trace, and there is no hash of it"
     elif unchanged:
         if was["ctime"] != now["ctime"] and not was.get("made") and not _is_free_database(was, now):
             yield _unproven(path, was, now, judge)

@@ -38,6 +38,7 @@ _PSEUDO = frozenset(
 #: Prefixes of file systems on which a directory's inode number may change (overlayfs.rst: "xino"; FUSE and CIFS make
 #: numbers up).
 _RENUMBERED = ("overlay", "fuse", "cifs", "smb3", "9p", "aufs")
+_STAMPING = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "nfs", "nfs4"))
 _DISTRIBUTION = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)\.(dist|egg)-info")
 
 
@@ -102,9 +103,11 @@ def same_file(was: Facts, now: Facts) -> bool:
 
     A device may have another number when it is mounted again (Btrfs, NFS, overlay, after a boot).  That is ignored if
     Linux stamped the file: ctime has a fraction of a second then.  In an image of a file system (squashfs) the times
-    are arbitrary, and those of two images may agree.
+    are arbitrary, and those of two images may agree.  Of an ``unstamped`` file the identity proves nothing.
     """
-    if "inode" not in was or any(was[name] != now[name] for name in ("inode", "size", "mtime", "ctime")):
+    if was.get("unstamped") or "inode" not in was:
+        return False
+    if any(was[name] != now[name] for name in ("inode", "size", "mtime", "ctime")):
         return False
     return bool(was["device"] == now["device"] or was["ctime"] % 1_000_000_000)
 
@@ -112,6 +115,14 @@ def same_file(was: Facts, now: Facts) -> bool:
 def keeps_content(kind: str) -> bool:
     """Return whether files on a file system of this type have a content and times of their own."""
     return kind not in _PSEUDO
+
+
+def stamps_stores(kind: str) -> bool:
+    """Return whether a file system of this type changes a file's times at stores to clean pages of a shared mapping.
+
+    Those in memory do not (tmpfs, hugetlbfs), FUSE does so when it likes, and an overlay is what is below it.
+    """
+    return kind in _STAMPING
 
 
 def keeps_inodes(kind: str) -> bool:

@@ -28,6 +28,11 @@ from . import facts as node
 from .facts import Facts
 from .hashes import Hashes
 
+_SECOND = 1_000_000_000
+#: Nanoseconds within which two changes may get the same time: twice the longest tick of Linux's clock for files (before
+#: 6.13), and that of FAT, the coarsest of file systems that stamp by seconds.
+_TICK, _COARSE_TICK = 20_000_000, 2 * _SECOND
+
 
 def fingerprint(
     *,
@@ -41,6 +46,7 @@ def fingerprint(
     device_bytes: Mapping[str, int] | None = None,
     memory: int = 0,
     open_files: int = 0,
+    continues: bool = False,
 ) -> dict[str, Any]:
     """Take the fingerprint of this node at a checkpoint, when the dump has been written.
 
@@ -51,6 +57,7 @@ def fingerprint(
     (ns).  ``hashes``: None: no hash is noted.  ``gpus``: all of the node in the driver's order, ``uuid``, ``name``,
     ``total``, ``driver`` and ``cuda``.  ``cuda``, ``device_bytes``: whether the kernel used CUDA, and its device memory
     by UUID.  ``memory``: host memory that the restored kernel takes.  ``open_files``: the limit that CRIU must have.
+    ``continues``: whether the processes run on, and may change their files.
     """
     points = node.mounts()
     mount_of_directory = functools.cache(lambda directory: node.mount_of(directory or "/", points))
@@ -58,7 +65,7 @@ def fingerprint(
     def mount_of(path: str) -> str:
         return path if path in points else mount_of_directory(path.rpartition("/")[0])
 
-    noted = _noted_files(files, lambda path: points.get(mount_of(path), ""))
+    noted = _noted_files(files, lambda path: points.get(mount_of(path), ""), continues)
     if hashes is not None:
         for path, hash in hashes.of_kernel(unhashed(noted)).items():
             noted[path]["blake3"] = hash
@@ -133,13 +140,18 @@ def _self(criu: str) -> dict[str, Any]:
     }
 
 
-def _noted_files(files: Iterable[Facts], file_system_of: Callable[[str], str]) -> dict[str, dict[str, Any]]:
+def _noted_files(
+    files: Iterable[Facts], file_system_of: Callable[[str], str], continues: bool
+) -> dict[str, dict[str, Any]]:
     """By path: ``size``, ``mode``, ``build_id``, identity, and ``checked``: whether a restore insists on the size.
 
     Its uses are ``open``, ``mapped``, ``writes``, ``code`` (as program code) and ``locked``; ``made``: by the dump, for
     a restore to remove.  Of a file that is written through a mapping ``noted``, a time in ns: its content may change
     and its identity not, so that a hash made before does not count.  For databases of SQLite see `databases`.
+    ``unstamped``: the processes run on, and a later change may leave no trace in its identity.
     """
+    files = list(files)
+    untracked = {path for path in _mapped_data(files) if not _written_back(path, file_system_of(path)) and continues}
     noted: dict[str, dict[str, Any]] = {}
     locks: dict[str, set[tuple[int, ...]]] = {}
     for file in files:
@@ -157,8 +169,39 @@ def _noted_files(files: Iterable[Facts], file_system_of: Callable[[str], str]) -
             entry |= {"size": file["size"], "checked": True}
         if file["mode"] is not None:
             entry["mode"] = file["mode"]
+    if continues:
+        for path, entry in noted.items():
+            data = stat.S_ISREG(entry["mode"] or 0) and "ctime" in entry and not entry["code"]
+            if data and (path in untracked or _is_just_changed(entry)):
+                entry["unstamped"] = True
     databases.note(noted, locks)
     return noted
+
+
+def _mapped_data(files: Iterable[Facts]) -> set[str]:
+    """Return the files that are mapped and are not program code: the kernel, or a process outside, may change pages."""
+    code = {file["path"] for file in files if file.get("code")}
+    return {file["path"] for file in files if file.get("through_mapping") or not file["open"]} - code
+
+
+def _written_back(path: str, kind: str) -> bool:
+    """Write the dirty pages of a mapped file to the disk.  Return whether a store from now on changes its times.
+
+    Linux changes the times at the first store to a page, and again at the first one after the page was written.
+    Called before the identity is noted.
+    """
+    try:
+        with node.open_regular(path) as file:
+            os.fdatasync(file.fileno())
+    except OSError:
+        return False
+    return node.stamps_stores(kind)
+
+
+def _is_just_changed(entry: Facts) -> bool:
+    """Return whether a file was changed so shortly ago that the next change may get the same time."""
+    changed = max(entry["mtime"], entry["ctime"])
+    return bool(abs(time.time_ns() - changed) < (_COARSE_TICK if changed % _SECOND == 0 else _TICK))
 
 
 def _noted_file(path: str, file: Facts, kind: str) -> dict[str, Any]:
@@ -188,6 +231,8 @@ def _present(path: str, was: Facts, hashes: Hashes | None, cancelled: Callable[[
     if node.same_file(was, now):
         return {**now, "same": True}
     now |= {"same": False, "build_id": "", "blake3": "", "recorded": "", "usable": _is_usable(path, was)}
+    if was.get("unstamped"):
+        now["noted"] = time.time_ns()  # a hash that was made before does not count
     if databases.is_one(was):
         now |= databases.present(path)
     if stat.S_ISREG(now["mode"]):

@@ -136,6 +136,8 @@ class Hashes:
         """
         left = LATER
         for path, facts, _ in sorted(files, key=lambda each: (each[2], each[1]["size"], each[0])):
+            if facts.get("unstamped"):  # it may be another content by then, and nothing shows it
+                continue
             if stat.S_ISREG(facts["mode"]) and facts["size"] <= min(LARGEST, left) and not self.known(facts):
                 left -= facts["size"]
                 with self._lock:

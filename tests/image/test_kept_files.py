@@ -28,6 +28,20 @@ def test_a_file_that_is_to_be_replaced_is_kept_whatever_its_size_or_else_nothing
         kept_files.keep(files, [str(replaced)], tmp_path / "again", most=1 << 20, free=999)
 
 
+@pytest.mark.parametrize("most", [10, 0], ids=["copied", "not copied"])
+def test_a_file_whose_times_prove_nothing_is_the_same_only_if_its_copy_is(tmp_path, without_reflinks, most):
+    path = tmp_path / "file"
+    path.write_bytes(b"then")
+    times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    files = kept_files.keep({str(path): {"unstamped": True}}, [], tmp_path / "kept", most, 10)
+    [facts] = kept_files.hashed(files, tmp_path / "kept").values()
+    kept = kept_files.KeptFile(**facts)
+    assert kept_files.differs(str(path), kept) is (most == 0)
+    path.write_bytes(b"now ")
+    os.utime(path, ns=times)
+    assert kept_files.differs(str(path), kept)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only root's kernels have files of others")
 def test_a_file_that_is_put_back_belongs_to_its_owner(tmp_path):
     path = tmp_path / "file"

@@ -171,6 +171,29 @@ async def test_files_are_as_then_or_as_now_and_never_overwritten_without_a_word(
     assert await kernel.run("print(n)") == "9"
 
 
+MAPPED = """
+import mmap
+with open("mapped", "w+b") as file: file.write(b"." * 8192); file.flush(); mapped = mmap.mmap(file.fileno(), 0)
+mapped[:5] = b"first"
+"""
+
+
+async def test_a_store_to_a_mapped_page_that_was_dirty_at_a_save_is_a_change_of_its_file(kernel, tmp_path):
+    await kernel.run(MAPPED)
+    await kernel.provisioner.save("one")
+    await kernel.run("mapped[:5] = b'other'")
+    with pytest.raises(FilesDiffer) as caught:
+        await kernel.provisioner.back("one")
+    assert [Path(each["path"]).name for each in caught.value.details["files"]] == ["mapped"]
+    before = await kernel.provisioner.back("one", "then")
+    assert await kernel.run("print(mapped[:5])") == "b'first'"
+    await kernel.run("mapped[:5] = b'again'")
+    facts = save_point.of_image(before)
+    assert facts is not None
+    await kernel.provisioner.back(facts.name, "then")
+    assert await kernel.run("print(mapped[:5])") == "b'other'"
+
+
 @pytest.mark.parametrize("step", ["match", "criu_restore", "thaw"])
 async def test_a_kernel_that_cannot_go_back_is_in_its_present_state_with_its_files(kernel, tmp_path, step):
     await kernel.run("log = open('log', 'w'); log.write('begun '); log.flush(); x = 1")

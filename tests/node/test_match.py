@@ -7,11 +7,13 @@ import mmap
 import os
 import socket
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import jupyter_gpu_ckpt.node.fingerprint as fingerprint_module
 from jupyter_gpu_ckpt.errors import ChangedFile, MissingFile, NodeUnfit, PortTaken, SocketTaken
 from jupyter_gpu_ckpt.node import facts as node
 from jupyter_gpu_ckpt.node import hashes as hashes_module
@@ -272,12 +274,50 @@ def test_a_mapped_file_may_have_grown_but_not_shrunk(data, now, hard):
     assert mismatch.hard is hard
 
 
-def held(path: Path, hashes: Hashes | None = None, **more: Any) -> dict[str, Any]:
+@pytest.fixture(params=["a disk", "memory"])
+def stored(request, tmp_path):
+    """A file with a dirty page in a shared mapping, which the test gets."""
+    with tempfile.TemporaryDirectory(dir=tmp_path if request.param == "a disk" else "/dev/shm") as directory:
+        path = Path(directory, "mapped")
+        path.write_bytes(bytes(mmap.PAGESIZE))
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+            mapping[:1] = b"1"
+            yield path, mapping
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_a_store_to_a_dirty_page_of_processes_that_run_on_is_noticed(stored, tmp_path, hashed):
+    path, mapping = stored
+    hashes = Hashes(tmp_path) if hashed else None
+    wanted = held(path, hashes, writes=True, through_mapping=True, continues=True)
+    if hashed:
+        assert compared(wanted, hashes) == []
+    for content in (b"2", b"3"):
+        mapping[:1] = content
+        assert compared(wanted, hashes) == [("file_changed", True)]
+        assert compared(wanted, hashes, accept_changed_files=True) == [("file_changed", False)]
+    if hashed:
+        mapping[:1] = b"1"
+        assert compared(wanted, hashes) == []
+
+
+@pytest.mark.parametrize("tick", [0, fingerprint_module._TICK])
+def test_a_change_in_the_tick_of_the_clock_in_which_the_file_was_noted_is_noticed(data, monkeypatch, tick):
+    monkeypatch.setattr(fingerprint_module, "_TICK", tick)
+    monkeypatch.setattr(fingerprint_module.time, "time_ns", lambda: data.stat().st_ctime_ns + 1_000_000)
+    wanted = held(data, continues=True)
+    data.write_text("b,a\n")
+    facts = data.stat()
+    wanted["files"][str(data)] |= {"mtime": facts.st_mtime_ns, "ctime": facts.st_ctime_ns}
+    assert compared(wanted) == ([("file_changed", True)] if tick else [])
+
+
+def held(path: Path, hashes: Hashes | None = None, continues: bool = False, **more: Any) -> dict[str, Any]:
     """A fingerprint of a kernel that has ``path`` open, or holds it in the way that ``more`` says."""
     facts = path.stat()
     size = None if path.is_dir() else facts.st_size
     file = {"path": str(path), "size": size, "mode": facts.st_mode, "open": True, **more}
-    return match.fingerprint(files=[file], ports=[], criu="4.2.1", hashes=hashes)
+    return match.fingerprint(files=[file], ports=[], criu="4.2.1", hashes=hashes, continues=continues)
 
 
 def compared(wanted: dict[str, Any], hashes: Hashes | None = None, **options: Any) -> list[tuple[str, bool]]:

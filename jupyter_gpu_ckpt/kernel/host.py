@@ -33,7 +33,7 @@ from ..image.store import Image
 from ..lifecycle import going_back
 from ..lifecycle.context import Engine, Home
 from ..lifecycle.lifecycle import Lifecycle
-from ..lifecycle.plans import State
+from ..lifecycle.plans import State, Step
 from ..lifecycle.settings import LifecycleSettings
 from ..process import descriptors
 from ..trace import Sink, StepEvent, Trace
@@ -172,6 +172,8 @@ class KernelHost:
         #: Runs the kernel's verbs.  (A provisioner that is made only to read its settings has no kernel id.)
         self.worker = Worker(f"gpu-ckpt-{(kernel_id or '')[:8]}")
         self._owner, self._log = owner, log
+        #: Whether a cell has ended that is in no save point yet and wants one; while one is made, until it is drained.
+        self._save_due = self._saves_after_cells = False
         self._unanswered: Lifecycle | None = None
         self._front: dict[str, Any] = {}
         self._registration: Registration | None = None
@@ -419,7 +421,7 @@ class KernelHost:
         )
         with writing(directory):
             session.write(directory)
-        trace = Trace(self.kernel_id, [self._owner.step_traced], self._owner.faults)
+        trace = Trace(self.kernel_id, [self._owner.step_traced, self._step_traced], self._owner.faults)
         self.lifecycle = lifecycle = Lifecycle(home, engine, gate, settings=launch.settings, trace=trace)
         lifecycle.on_state.append(functools.partial(self._note_state, lifecycle))
         self._share(lifecycle, gate, launch)
@@ -659,6 +661,8 @@ class KernelHost:
         elif verb == "branch":
             self._owner.branch_requested(content, functools.partial(self._report_branch, gate))
         elif verb in verbs:
+            if content.get("why") == automatic_saves.CELL:
+                self._save_due = True
             self.worker.submit(functools.partial(self._run_verb, verbs[verb], gate))
         else:
             self._log.warning("Kernel %s requested an unknown verb.", self.kernel_id)
@@ -668,9 +672,16 @@ class KernelHost:
         self._owner.keep_or_discard_image(lifecycle, restart)
 
     def _save_automatically(self, lifecycle: Lifecycle, why: str) -> None:
-        """Make an automatic save point.  After each cell nobody is interrupted by a report that it failed."""
+        """Make an automatic save point.  After each cell nobody is interrupted by a report that it failed.
+
+        One save is for all cells that have ended until the kernel is drained for it: what they requested was the same.
+        """
         if why not in automatic_saves.REASONS:
             raise BadRequest("The kernel requested a save point for a reason that there is not.")
+        if why == automatic_saves.CELL:
+            if not self._save_due:
+                return
+            self._save_due, self._saves_after_cells = False, True
         try:
             automatic_saves.save(lifecycle, why, self._owner.notebook())
         except GpuCkptError as error:
@@ -679,6 +690,13 @@ class KernelHost:
             self._log.info("Kernel %s has no save point after its cell: %s", self.kernel_id, error.code)
             if self.gate is not None and self.gate.state is GateState.DRAINING:
                 self.gate.release()
+        finally:
+            self._saves_after_cells = False
+
+    def _step_traced(self, event: StepEvent) -> None:
+        """Called on the worker's thread; all that the drained cells have requested came before."""
+        if self._saves_after_cells and (event.kind, event.step) == ("completed", Step.DRAIN.value):
+            self._save_due = False
 
     def _report_branch(self, gate: Gate, kernel_id: str, error: GpuCkptError | None) -> None:
         """Tell the user of a requested branch, in the next cell, which kernel it is or why there is none."""

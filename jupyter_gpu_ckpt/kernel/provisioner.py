@@ -156,7 +156,8 @@ class GpuCkptProvisioner(LocalProvisioner):
     ).tag(config=True)
     save_after_cells = Bool(
         False,
-        help="Make an automatic save point after each cell. The next cell waits for it, and each writes an image.",
+        help="Make an automatic save point after each cell, which writes an image. A cell that is sent later waits "
+        "for it; cells that were sent together (Run All) run first, and have one save point.",
     ).tag(config=True)
     save_when_idle = Float(
         0.0,

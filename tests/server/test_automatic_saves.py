@@ -109,6 +109,16 @@ async def test_after_each_cell(tmp_path, runtime_base, criu_binary):
             await kernel.run(f"x = {number}")
             await until_async(lambda cell=number + 1: cell in cells())  # a cell that comes sooner has its own only
         await until_async(lambda: list(cells()) == [3, 4])
+        saves = len([event for event in kernel.steps.completed() if event.step == "keep"])
+        kernel.client.execute("import pathlib\nwhile not pathlib.Path('go').exists(): pass")
+        for number in range(5):  # all of them are in the kernel before the first has ended
+            kernel.client.execute(f"x = {number}")
+        await until_async(lambda: kernel.provisioner.gate.under_way.cells == 6)
+        (tmp_path / "go").touch()
+        await until_async(lambda: list(cells())[-1] == 10)
+        assert await kernel.run("print(x)") == "4"
+        await until_async(lambda: list(cells()) == [10, 11])
+        assert len([event for event in kernel.steps.completed() if event.step == "keep"]) == saves + 2
         assert {name.rpartition(" 20")[0] for name in cells().values()} == {"after a cell"}
-        await kernel.provisioner.back(cells()[3])
-        assert await kernel.run("print(x)") == "2"
+        await kernel.provisioner.back(cells()[10])
+        assert await kernel.run("print(x)") == "4"

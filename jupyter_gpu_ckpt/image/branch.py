@@ -21,13 +21,16 @@ from filelock import FileLock
 from ..criu import images as image_files
 from ..errors import ImageArchived
 from ..files.disk import mapped_errors
-from . import layout, lease, links, verify
+from . import kept_files, layout, lease, links, verify
+from .draft import Draft
 from .image import Image
 from .save_point import SavePoint
 from .store import Store
 
 #: Seconds to wait for others that copy or restore the source.
 _TIMEOUT = 120.0
+#: Bytes that copies of files may take in an image that had none.
+_MOST_KEPT = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ def turn_to_restore(store: Store, image: Image) -> Iterator[None]:
 def copy(store: Store, source: Image, kernel: NewKernel, keep_as: SavePoint | None = None) -> Image:
     """Make and return an image of ``kernel`` from ``source``.  After failure nothing is left of it.
 
-    ``keep_as``: the image is to stay when a kernel has started from it.
+    ``keep_as``: the image is to stay when a kernel has started from it, and has copies of the files in use: those of
+    the source, or if it is no save point, new ones (an encrypted image gets none).
 
     Raises `ImageArchived`, `ImageForged`, `ImageDamaged`, `ImageNotFound`, `ImageBusy`, `NoSpace`, `QuotaExceeded`,
     `StoreUnwritable`, `KeyUnusable`.
@@ -95,6 +99,7 @@ def copy(store: Store, source: Image, kernel: NewKernel, keep_as: SavePoint | No
         draft = store.begin(kernel.kernel_id, manifest.bytes)
         try:
             draft.copy(source)
+            point = {**keep_as.as_dict(), "files": _kept(store, source, draft)} if keep_as is not None else None
             links.share(manifest, draft.id)
             kernel.write_session(draft.path)
             return draft.publish(
@@ -108,9 +113,22 @@ def copy(store: Store, source: Image, kernel: NewKernel, keep_as: SavePoint | No
                     report={**manifest.report, "tracked": []},
                     fingerprint={**manifest.fingerprint, "ports": [], "sockets": []},
                     branched_from=kernel.origin(source),
-                    save_point=keep_as.as_dict() if keep_as is not None else None,
+                    save_point=point,
                 )
             )
         except BaseException:
             draft.discard()
             raise
+
+
+def _kept(store: Store, source: Image, draft: Draft) -> dict[str, Any]:
+    """Return the kept files of a copy, by path, as JSON objects; copies those of a source that has none.
+
+    Raises `StoreUnwritable`, `NoSpace`.
+    """
+    if source.manifest.save_point is not None or source.manifest.encryption:
+        return dict((source.manifest.save_point or {}).get("files") or {})
+    directory = draft.criu_directory / layout.KEPT
+    with mapped_errors(store.root):
+        found = kept_files.keep(source.manifest.fingerprint.get("files", {}), [], directory, _MOST_KEPT, store.free())
+        return kept_files.hashed(found, directory)

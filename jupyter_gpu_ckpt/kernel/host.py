@@ -251,6 +251,8 @@ class KernelHost:
         image: Image | None = None
         try:
             image = branch.copy(engine.store, source, kernel)
+            if point.is_template:
+                going_back.put_missing_files_back(engine.store, source)
             back = _back_info(directory, session.front, session.sockets)
             with writing(directory):
                 inside = back | {"ip": f"{session.runtime_dir}/kernel" if not session.sockets else session.sockets}

@@ -482,7 +482,9 @@ class GpuCkptProvisioner(LocalProvisioner):
         found, self._orphan = self._orphan, None
         point: BranchPoint | None = kwargs.pop("branch_of", None)
         if point is None and self.template:
-            point = BranchPoint(self.template, is_template=True, accept_changed_files=True, accepts_differences=True)
+            point = BranchPoint(
+                self.template, reseed=True, is_template=True, accept_changed_files=True, accepts_differences=True
+            )
         elif self._launched:  # a restarted branch is a fresh kernel
             point = None
         launch = self._launch(cmd, kwargs, point)

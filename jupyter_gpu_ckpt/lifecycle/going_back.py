@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..errors import BadRequest, FilesDiffer, GpuCkptError, MissingFile
@@ -20,6 +21,7 @@ from ..image import kept_files, layout, links, save_point
 from ..image.encryption import Readable
 from ..image.image import Image
 from ..image.kept_files import KeptFile
+from ..image.store import Store
 from ..node.match import require
 from ..node.mismatch import Mismatch
 from . import compatibility
@@ -130,6 +132,20 @@ def put_files_back(image: Image, paths: Iterable[str], files: Readable, present:
             kept_files.put_back(path, kept[path], directory)
         except OSError as error:
             raise MissingFile(f"{path} cannot be put back: {error.strerror}.", culprit=path) from error
+
+
+def put_missing_files_back(store: Store, image: Image) -> None:
+    """Put the kept files of an image back that are not there, as a temporary file that another kernel has removed.
+
+    Raises as `put_files_back` and `Store.readable`.
+    """
+    missing = [path for path, file in kept_files.of_image(image).items() if file.kept and not os.path.lexists(path)]
+    if missing:
+        with store.readable(image) as files:
+            for path in missing:
+                with contextlib.suppress(OSError):
+                    Path(path).parent.mkdir(0o700, parents=True, exist_ok=True)
+            put_files_back(image, missing, files, None)
 
 
 def replaced(image: Image) -> dict[str, str]:

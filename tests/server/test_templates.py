@@ -49,6 +49,9 @@ def notebook(live: Server, folder: str, kernel_name: str) -> str:
 def test_kernels_start_from_a_template_three_at_once_and_without_it_when_it_is_gone(live):
     source = notebook(live, "here", "python3")
     live.run(source, "import os; os.environ['WHERE'] = 'made here'; model = list(range(1000)); secret = os.urandom")
+    live.run(
+        source, "import random, tempfile; file = tempfile.NamedTemporaryFile(); n = file.write(b'x'); file.flush()"
+    )
     assert live.do(source, "checkpoint")["status"] == "done"
     image = live.get("gpu-ckpt/images")[0]["id"]
     status, refused = command(live, "create", "PYTHON3", "--from", image)
@@ -73,6 +76,10 @@ def test_kernels_start_from_a_template_three_at_once_and_without_it_when_it_is_g
         assert (where, cell, found) == ("made here", 2, "True")
         sessions.add(session)
     assert len(sessions) == 3
+    drawn = {live.run(kernel_id, "print(random.random(), os.path.getsize(file.name))") for kernel_id in started}
+    assert len(drawn) == 3, "no two draw the same numbers"
+    assert all(each.endswith(" 1") for each in drawn)
+    live.run(started[2], "file.close()")
     live.run(started[0], "model.clear()")
     assert live.run(started[1], "print(len(model))") == "1000"
     assert live.do(started[1], "checkpoint")["status"] == "done"

@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -489,10 +490,21 @@ def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
 
 
 def _sockets(attempt: Attempt) -> list[dict[str, Any]]:
-    """Return the unix sockets with a file outside the runtime directory: a restore creates them again."""
+    """Return the unix sockets with a file outside the runtime directory: a restore creates them again.
+
+    ``directory``: mode, owner and group of the directory that each is in.
+    """
     own = attempt.kernel.home.own_sockets
     found = (socket for process in attempt.notes.values() for socket in process.get("sockets", {}).values())
-    return [each["path"] for each in found if "path" in each and not each["path"]["path"].startswith(own)]
+    paths = [each["path"] for each in found if "path" in each and not each["path"]["path"].startswith(own)]
+    noted = []
+    for each in paths:
+        directory: list[int] = []
+        with contextlib.suppress(OSError):
+            facts = Path(each["path"]).parent.stat()
+            directory = [stat.S_IMODE(facts.st_mode), facts.st_uid, facts.st_gid]
+        noted.append({**each, "directory": directory})
+    return noted
 
 
 def end_process(attempt: Attempt) -> None:

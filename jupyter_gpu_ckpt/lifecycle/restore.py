@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from ..errors import (
     ImageArchived,
     KeyUnusable,
     LimitReached,
+    MissingFile,
     NoMemory,
     RuntimeDirectory,
 )
@@ -171,6 +173,7 @@ def _criu_restore(attempt: Attempt) -> None:
     manifest = kernel.image.manifest
     home.renew()
     links.secure(manifest)
+    _make_directories_of_sockets(manifest)
     try:
         for stale in home.runtime_dir.glob(f"{home.sockets.name if home.sockets else 'kernel'}-*"):
             if stale.is_socket():
@@ -229,6 +232,28 @@ def _criu_restore(attempt: Attempt) -> None:
     finally:
         attempt.restoring = None
     attempt.traced.bytes = manifest.bytes
+
+
+def _make_directories_of_sockets(manifest: Manifest) -> None:
+    """Make directories anew in which unix sockets were: CRIU makes the sockets only.
+
+    Temporary ones (`multiprocessing.Manager`) are removed when their server ends, or by who cleans ``/tmp``.  Raises
+    `MissingFile`.
+    """
+    for noted in manifest.fingerprint.get("sockets", ()):
+        directory = Path(noted["path"]).parent
+        if directory.is_relative_to(manifest.runtime_dir) or directory.exists() or not noted.get("directory"):
+            continue
+        mode, owner, group = noted["directory"]
+        try:
+            directory.mkdir(0o700, parents=True)
+            with contextlib.suppress(PermissionError):  # only root can, whose kernels may have directories of others
+                os.chown(directory, owner, group)
+            directory.chmod(mode)
+        except OSError as error:
+            message = f"{directory}, where the kernel has a unix socket, is gone and cannot be made: {error.strerror}."
+            hint = f"Make it: `mkdir -p {shlex.quote(str(directory))}`."
+            raise MissingFile(message, hint=hint, culprit=str(directory)) from error
 
 
 def _serves_clients(manifest: Manifest, home: Home) -> bool:

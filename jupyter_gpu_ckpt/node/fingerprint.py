@@ -53,8 +53,8 @@ def fingerprint(
     ``files`` and ``ports`` are those of the dump: ``path``, ``size``, ``mode``, ``open``, ``writes``,
     ``through_mapping``, ``code``, ``made``, ``locked`` and ``posix_locks`` of each file; ``family``, ``type``,
     ``address`` and ``number`` of each port.  ``criu``: the version that made it.  ``sockets``: files of unix sockets,
-    ``path``, ``inode`` and ``mtime``
-    (ns).  ``hashes``: None: no hash is noted.  ``gpus``: all of the node in the driver's order, ``uuid``, ``name``,
+    ``path``, ``inode``, ``mtime`` (ns), and ``directory``: mode, owner and group of the one that it is in.
+    ``hashes``: None: no hash is noted.  ``gpus``: all of the node in the driver's order, ``uuid``, ``name``,
     ``total``, ``driver`` and ``cuda``.  ``cuda``, ``device_bytes``: whether the kernel used CUDA, and its device memory
     by UUID.  ``memory``: host memory that the restored kernel takes.  ``open_files``: the limit that CRIU must have.
     ``continues``: whether the processes run on, and may change their files.
@@ -119,7 +119,10 @@ def inspect_node(
             {**port, "problem": node.unbindable(port["address"], port["number"], port["family"], port["type"])}
             for port in wanted.get("ports", [])
         ],
-        "sockets": [{**socket, "problem": node.occupant(**socket)} for socket in wanted.get("sockets", [])],
+        "sockets": [
+            {**socket, "problem": node.occupant(socket["path"], socket["inode"], socket["mtime"])}
+            for socket in wanted.get("sockets", [])
+        ],
         "driver": str(gpus[0]["driver"]) if gpus else "",
         "cuda": str(gpus[0].get("cuda") or "unknown") if gpus else "",
         "gpus": [{key: gpu[key] for key in ("uuid", "name", "total", "free")} for gpu in gpus],

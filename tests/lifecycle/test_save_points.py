@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt.errors import FilesDiffer, GpuCkptError, SavePointExists, SavePointNotFound
+from jupyter_gpu_ckpt.errors import FilesDiffer, GpuCkptError, MissingFile, SavePointExists, SavePointNotFound
 from jupyter_gpu_ckpt.image import layout, save_point
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.lifecycle import going_back
@@ -192,6 +193,32 @@ async def test_a_store_to_a_mapped_page_that_was_dirty_at_a_save_is_a_change_of_
     assert facts is not None
     await kernel.provisioner.back(facts.name, "then")
     assert await kernel.run("print(mapped[:5])") == "b'other'"
+
+
+LISTENS = """
+import os, socket
+os.makedirs('{directory}/a/b', 0o750); path = '{directory}/a/b/socket'
+listener = socket.socket(socket.AF_UNIX); listener.bind(path); listener.listen()
+"""
+
+
+async def test_a_unix_socket_comes_back_in_a_directory_that_was_removed(kernel, directory):
+    await kernel.run(LISTENS.format(directory=directory))
+    await kernel.provisioner.save("one")
+    await kernel.run("import shutil; listener.close(); shutil.rmtree(os.path.dirname(path))")
+    before = await kernel.provisioner.back("one")
+    assert await kernel.run("socket.socket(socket.AF_UNIX).connect(path); print(listener.accept()[1] == '')") == "True"
+    assert (directory / "a" / "b").stat().st_mode & 0o7777 == 0o750
+    kernel.lifecycle.engine.store.remove(before)
+
+    await kernel.provisioner.checkpoint()
+    shutil.rmtree(directory / "a")
+    (directory / "a").touch()
+    with pytest.raises(MissingFile, match=f"{directory}/a/b") as caught:
+        await kernel.provisioner.restore()
+    assert caught.value.hint == f"Make it: `mkdir -p {directory}/a/b`."
+    (directory / "a").unlink()
+    assert await kernel.run("socket.socket(socket.AF_UNIX).connect(path); print('connected')") == "connected"
 
 
 @pytest.mark.parametrize("step", ["match", "criu_restore", "thaw"])

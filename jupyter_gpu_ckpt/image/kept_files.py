@@ -87,6 +87,8 @@ def keep(
                 copy = name if cost is not None else ""
                 mode, owners = stat.S_IMODE(facts.st_mode), (facts.st_uid, facts.st_gid)
                 found[path] = KeptFile(facts.st_size, facts.st_mtime_ns, mode, copy, "", *owners, stamped)
+    with contextlib.suppress(OSError):  # an image has no empty directories
+        directory.rmdir()
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -50,6 +51,7 @@ def check(kernel: KernelState, point: Image, files: FilesChoice) -> list[str]:
     Raises as a wake does, `FilesDiffer` for files without a choice.
     """
     engine = kernel.engine
+    _require_known(point, files)
 
     def compare(accept: bool) -> list[Mismatch]:
         found = compatibility.mismatches(
@@ -66,6 +68,14 @@ def check(kernel: KernelState, point: Image, files: FilesChoice) -> list[str]:
             links.keep(point.manifest)
     require(found, point.id)
     return then
+
+
+def _require_known(point: Image, files: FilesChoice) -> None:
+    """Raise `BadRequest` for a choice about what is no file of the save point."""
+    known = {*kept_files.of_image(point), *point.manifest.fingerprint.get("files", {})}
+    if unknown := sorted({*files} - known) if isinstance(files, Mapping) else []:
+        message = f"The save point has no file {unknown[0]!r}, for which there is a choice."
+        raise BadRequest(message, hint="Name files by their whole paths, as FILES_DIFFER lists them.", files=unknown)
 
 
 def settle(
@@ -93,7 +103,9 @@ def settle(
     accepting = compare(True) if now or open_ else []
     if open_ and insist:
         stuck = {each.path for each in accepting if each.field in _FILES and each.hard}
-        raise _differ([_described(path, kept.get(path), may_stay=path not in stuck) for path in open_])
+        in_vain = {path for path in open_ if (files.get(path) if isinstance(files, Mapping) else files) == THEN}
+        described = [_described(path, kept.get(path), may_stay=path not in stuck) for path in open_]
+        raise _differ(described, {path: _why_not_kept(path, image, kept.get(path)) for path in sorted(in_vain)})
     settled = {*then, *now}
     left = [each for each in found if each.field not in _FILES or each.path not in settled]
     return left + [each for each in accepting if each.field in _FILES and each.path in now], then
@@ -110,7 +122,28 @@ def _described(path: str, file: KeptFile | None, *, may_stay: bool) -> dict[str,
     return {"path": path, "then": then, "now": now, "choices": choices}
 
 
-def _differ(files: list[dict[str, Any]]) -> FilesDiffer:
+def _why_not_kept(path: str, image: Image, file: KeptFile | None) -> str:
+    """Return why a save point has no copy of a file."""
+    was = image.manifest.fingerprint.get("files", {}).get(path, {})
+    if stat.S_ISDIR(was.get("mode") or 0):
+        return "it is a directory"
+    if was.get("code"):
+        return "program code is copied on Btrfs and XFS only"
+    if file is None and not was.get("writes"):
+        return "it was only read, and only small files are copied then"
+    return "it was too large (`save_point_file_bytes`), or the disk was full"
+
+
+def _differ(files: list[dict[str, Any]], without_copy: Mapping[str, str]) -> FilesDiffer:
+    """Return the error about files without a choice.  ``without_copy``: why some cannot be as they were, as chosen."""
+    if without_copy:
+        path, why = next(iter(without_copy.items()))
+        more = f" (and {len(without_copy) - 1} more)" if len(without_copy) > 1 else ""
+        usable = all(NOW in each["choices"] for each in files if each["path"] in without_copy)
+        hint = "Choose `now` for such a file, which leaves it as it is; or put it back as it was, and try again."
+        hint = hint if usable else "Put it back as it was, and try again."
+        message = f"{path}{more} cannot be put back as it was then: the save point has no copy of it, as {why}."
+        return FilesDiffer(message, hint=hint, files=files)
     named = ", ".join(each["path"] for each in files[:3]) + (f" and {len(files) - 3} more" if files[3:] else "")
     return FilesDiffer(f"Files are not as they were at the save point: {named}.", files=files)
 

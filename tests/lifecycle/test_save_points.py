@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt.errors import FilesDiffer, GpuCkptError, MissingFile, SavePointExists, SavePointNotFound
+from jupyter_gpu_ckpt.errors import (
+    BadRequest,
+    FilesDiffer,
+    GpuCkptError,
+    MissingFile,
+    SavePointExists,
+    SavePointNotFound,
+)
 from jupyter_gpu_ckpt.image import layout, save_point
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.lifecycle import going_back
@@ -154,6 +161,8 @@ async def test_files_are_as_then_or_as_now_and_never_overwritten_without_a_word(
     with pytest.raises(FilesDiffer) as caught:
         await kernel.provisioner.back("one", some)
     assert [Path(each["path"]).name for each in caught.value.details["files"]] == ["table"]
+    with pytest.raises(BadRequest, match="no file 'log'"):
+        await kernel.provisioner.back("one", {"log": "then"})
     if choice == "then":  # what is replaced is kept, whatever else is not
         kernel.lifecycle.kernel.settings = replace(kernel.lifecycle.kernel.settings, kept_file_bytes=0)
     before = await kernel.provisioner.back("one", {**some, str(tmp_path / "table"): "then"})
@@ -219,6 +228,23 @@ async def test_a_unix_socket_comes_back_in_a_directory_that_was_removed(kernel, 
     assert caught.value.hint == f"Make it: `mkdir -p {directory}/a/b`."
     (directory / "a").unlink()
     assert await kernel.run("socket.socket(socket.AF_UNIX).connect(path); print('connected')") == "connected"
+
+
+async def test_a_file_that_cannot_be_as_it_was_is_refused_with_the_reason(kernel, tmp_path):
+    kernel.lifecycle.kernel.settings = replace(kernel.lifecycle.kernel.settings, kept_file_bytes=10)
+    await kernel.run("import os; os.mkdir('work'); os.chdir('work')")
+    await kernel.run("file = open('../large', 'w'); n = file.write('a' * 20); file.flush()")
+    await kernel.provisioner.save("one")
+    await kernel.run("n = file.write('b'); file.flush(); os.chdir('..'); os.rmdir('work')")
+    with pytest.raises(FilesDiffer, match=r"/large .*no copy of it, as it was too large") as caught:
+        await kernel.provisioner.back("one", {str(tmp_path / "large"): "then"})
+    assert "Choose `now`" in caught.value.hint
+    with pytest.raises(FilesDiffer, match=r"/work cannot .*it is a directory") as caught:
+        await kernel.provisioner.back("one", {str(tmp_path / "large"): "now", str(tmp_path / "work"): "then"})
+    assert caught.value.hint == "Put it back as it was, and try again."
+    (tmp_path / "work").mkdir()
+    await kernel.provisioner.back("one", "now")
+    assert await kernel.run("print(os.path.basename(os.getcwd()))") == "work"
 
 
 @pytest.mark.parametrize("step", ["match", "criu_restore", "thaw"])

@@ -250,6 +250,24 @@ def test_a_question_for_free_memory_waits_at_the_gate_until_it_opens_or_an_inter
     until(lambda: ask("done") == [OPERATING_SYSTEM, 0], "it goes on")
 
 
+def test_questions_for_an_address_wait_until_its_memory_is_back(ask, control):
+    """Of memory that is swapped out the driver would say that there is none; of other addresses it is asked at once."""
+    assert ask("alloc('a', 2, 's'), plain('b', 3)") == (0, 0)
+    control.must("close 0", "copy_out", "free")
+    assert ask("cu.cuPointerGetAttribute(ctypes.byref(Size()), 2, Address(4096))") == INVALID
+    one = "cu.cuPointerGetAttribute(ctypes.byref(Size()), 2, Address(memory['a']))"
+    several = (
+        "(types := (ctypes.c_int * 1)(2), place := (ctypes.c_ubyte * 8)(), places := (ctypes.c_void_p * 1)"
+        "(ctypes.addressof(place)), [cu.cuPointerGetAttributes(1, types, places, Address(memory['b'])), place[0]])[-1]"
+    )
+    for count, question in enumerate((one, several), 1):
+        ask(f"begin({question!r})")
+        until(lambda count=count: control.ask("status")["touches"] == count, "it waits at the gate")
+    assert ask("done") == []
+    control.must("swap_in", "open")
+    until(lambda: sorted(ask("done"), key=str) == [0, [0, 2]], "they are answered")
+
+
 #: What programs do right and wrong; with the library and without they get the same.
 SAME = [
     "stream('s'), standard(), alloc('a', 4, 's'), alloc('z', 0, 's'), alloc('huge', 1 << 40, 's'), describe('a', 77)",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
 from ..sharing.exchange import Exchange, Member
 from ..sharing.participant import Participant, Residence
-from ..sharing.policy import GrantTurn, LeaveReason, NeverFits, WaitFor
+from ..sharing.policy import Decisions, GrantTurn, LeaveReason, NeverFits, WaitFor
 from ..trace import StepEvent
 from ..units import counted, duration, size
 from .worker import Worker
@@ -85,6 +86,8 @@ class GpuSharing:
         #: Calls at the launch gate whose place was given back.
         self._ignored = 0
         self._said: tuple[int, float] | None = None
+        #: The GPUs of the machine at the last wait.
+        self._present: Sequence[Gpu] = ()
         lifecycle.kernel.admission = self
         lifecycle.trace.sinks.append(self._stepped)
         exchange.join(self._member)
@@ -100,19 +103,25 @@ class GpuSharing:
         """The facts that are shown to other servers."""
         return self._member.participant
 
-    @property
-    def all_participants(self) -> tuple[Participant, ...]:
-        """The facts of all kernels that share GPUs of this machine, as last read."""
-        return self._exchange.participants
-
     def waiting(self) -> dict[str, Any] | None:
-        """Return the kernel's place in the queue, its GPU's UUID, and the seconds that it will wait; None if none."""
+        """Return the kernel's place in the queue, its GPU, and the seconds until it computes; None without a place."""
         decision = self._exchange.decision(self._member)
         if self.participant.waiting_since is None or not isinstance(decision, WaitFor):
             return None
         since = round(time.monotonic() - self.participant.waiting_since, 1)
         gpu = decision.gpus[0] if decision.gpus else next(iter(self.participant.gpus), None)
-        return {"gpu": gpu, "place": decision.place, "seconds": decision.seconds, "waited": since}
+        index = next((each.index for each in self._present if each.uuid == gpu), None)
+        return {
+            "gpu": gpu,
+            "index": index,
+            "place": decision.place,
+            "seconds": decision.seconds,
+            "waited": since,
+        }
+
+    def queue(self, uuid: str, own: Mapping[str, str]) -> dict[str, Any]:
+        """Return who computes on a GPU, waits for it and is idle on it; ``own``: ids of kernels by their records."""
+        return overview(self._exchange.participants, self._exchange.decisions, uuid, own, time.monotonic())
 
     def status(self) -> str:
         """Return, for people, whether the kernel computes or waits, and how many others wait for its GPUs."""
@@ -269,7 +278,7 @@ class GpuSharing:
         `GpuWaitCancelled` if the place was given back, and as `Cancellation.check`.
         """
         self._cancelled.clear()
-        home, began = tuple(needs), time.monotonic()
+        home, began, self._present = tuple(needs), time.monotonic(), present
         gpus = self._allowed(home, present) if elsewhere else home
         self._said, self._waits = None, True
 
@@ -385,19 +394,39 @@ def _timed(participant: Participant) -> Participant:
     return replace(participant, arrive_seconds=swap.seconds)
 
 
-def overview(participants: Iterable[Participant], uuid: str, now: float) -> dict[str, list[dict[str, float]]]:
-    """Return who computes, waits and is idle on a GPU, of all users: seconds since when, and bytes, and no more."""
-    found: dict[str, list[dict[str, float]]] = {"computing": [], "waiting": [], "idle": []}
+def overview(
+    participants: Iterable[Participant], decisions: Decisions, uuid: str, own: Mapping[str, str], now: float
+) -> dict[str, Any]:
+    """Return who computes on a GPU, waits for it and is idle on it, of all users: since when and how much, and no more.
+
+    ``own``: kernel ids by the names of records; only these kernels are named.  ``factor``: by how much the thrash guard
+    lengthens turns.
+    """
+    found: dict[str, list[dict[str, Any]]] = {"computing": [], "waiting": [], "idle": []}
+    places = {each.kernel: each.place for each in decisions.waits}
     for each in participants:
+        more: dict[str, Any] = {"kernel": own.get(each.kernel)}
         if each.waiting_since is not None and uuid in each.gpus:
             state, since, bytes = "waiting", each.waiting_since, sum(each.needs)
+            more["place"] = places.get(each.kernel)
         elif uuid in each.on:
             state, since = ("idle", each.idle_since) if each.turn is None else ("computing", each.turn.since)
             bytes = dict(zip(each.on, each.resident, strict=True))[uuid]
+            if each.turn is not None:
+                more["left"] = round(max(0.0, each.turn.since + each.turn.seconds - now), 1)
         else:
             continue
-        found[state].append({"seconds": round(max(0.0, now - since), 1), "bytes": bytes})
-    return {state: sorted(entries, key=lambda entry: -entry["seconds"]) for state, entries in found.items()}
+        found[state].append({"seconds": round(max(0.0, now - since), 1), "bytes": bytes, **more})
+    return {
+        **{state: sorted(entries, key=_in_order) for state, entries in found.items()},
+        "factor": decisions.factors.get(uuid, 1),
+    }
+
+
+def _in_order(entry: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the order of entries: by the place in the queue, then the longest first."""
+    place = entry.get("place")
+    return (math.inf if place is None else place, -entry["seconds"])
 
 
 def place_text(place: int, seconds: float | None) -> str:

@@ -294,9 +294,10 @@ class KernelState:
             return 0
         return draft.size() + attempt.dropped_bytes
 
-    def fast_path(self, capsule: Capsule | None = None) -> FastPath:
-        """Return the fast path of the kernel in ``capsule``, by default its own."""
-        return FastPath(capsule or self.require_capsule(), self.engine.cuda)
+    def fast_path(self, capsule: Capsule | None = None, pid: int | None = None) -> FastPath:
+        """Return the fast path of the kernel in ``capsule``, by default its own; or of process ``pid`` there."""
+        capsule = capsule or self.require_capsule()
+        return FastPath(capsule, self.engine.cuda, pid if pid != capsule.host_pid else None)
 
     def deadline(self, bytes: int) -> float:
         """Return the seconds that CRIU or the CUDA driver may take for so many bytes."""

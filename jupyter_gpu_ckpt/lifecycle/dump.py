@@ -98,6 +98,8 @@ def dump(attempt: Attempt) -> None:
     """Write everything of an image but its manifest; the processes stay stopped."""
     kernel, root = attempt.kernel, attempt.kernel.engine.store.root
     _suspend_warm(kernel)
+    with attempt.traced.part("drop_zeros"):
+        cuda_processes.drop_zero_pages(kernel)
     bytes = host_memory.resident(kernel)  # device memory is host memory by now
     attempt.clocks = kernel.require_capsule().clocks()
     needed = _needed(kernel, bytes)

@@ -18,7 +18,6 @@ from traitlets.config import LoggingConfigurable
 from ..cuda.gpus import Gpu
 from ..errors import GpuCkptError
 from ..kernel.engine import shared_engine
-from ..kernel.gpu_sharing import overview
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle import host_memory
 from .monitor import Changed, KernelMonitor, Listener, Stepped
@@ -87,14 +86,15 @@ class GpuUsage(Listener, LoggingConfigurable):
                 last = await self.measure()
             except GpuCkptError:
                 last = last or Usage(time.time(), (), {})  # the doctor says why
-        sharing = [each.sharing for each in self._provisioners().values() if each.sharing is not None]
-        participants = sharing[0].all_participants if sharing else ()
+        sharing = {name: each.sharing for name, each in self._provisioners().items() if each.sharing is not None}
+        own = {each.participant.kernel: name for name, each in sharing.items()}
+        shared = next(iter(sharing.values()), None)
         gpus = [
             {
                 **asdict(gpu),
                 "kernels": dict(last.kernels.get(gpu.uuid, {})),
                 "history": [list(point) for point in self._history.get(gpu.uuid, ())],
-                **({"sharing": overview(participants, gpu.uuid, time.monotonic())} if participants else {}),
+                **({"sharing": shared.queue(gpu.uuid, own)} if shared is not None else {}),
             }
             for gpu in last.gpus
         ]

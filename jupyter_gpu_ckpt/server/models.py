@@ -66,6 +66,7 @@ def kernel(
         "reason": None if lifecycle else why_not(provisioner),
         "image": image.id if image else None,
         "device_bytes_swapped_out": sum(swapped_out.device.values()) if swapped_out else 0,
+        "off_gpu": lifecycle is not None and lifecycle.kernel.serves_off_gpu,
         "gpu_wait": provisioner.sharing.waiting() if provisioner and provisioner.sharing else None,
         "progress": progress.fraction if progress else None,
         "failure": failure.for_owner() if failure else None,

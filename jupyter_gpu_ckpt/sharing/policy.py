@@ -201,9 +201,10 @@ def decide(snapshot: NodeSnapshot) -> Decisions:
     """Return the decisions for all kernels of the node at this moment.
 
     The same for equal facts, whatever the order of the records.  Between two users the one comes first who was served
-    less recently; of one user's kernels likewise.  A cell that has had no turn passes all others, as long as its user
-    has computed no longer than a turn since any of these waits.  So nobody waits longer than a turn of each other user,
-    the swaps between them, and the launch that runs.  Nobody behind in the queue delays the start of one before it.
+    less recently; of one user's kernels likewise.  A cell that has had no turn passes other users, as long as each of
+    them is still served after a turn of each other user at most, the swaps between them, and the launch that runs.  It
+    passes its own user's kernels as long as its kernel has computed no longer than a turn since any of these waits.
+    Nobody behind in the queue delays the start of one before it.
     """
     return _Round(snapshot).decisions()
 
@@ -258,6 +259,7 @@ class _Round:
         self.kernels: dict[str, list[Participant]] = {}
         for each in self.alive.values():
             self.kernels.setdefault(each.user, []).append(each)
+        self.served_now = {each.user for each in self.alive.values() if each.turn is not None}
         self.used = used(self.alive.values(), self.now)
         self.protectors = self._protectors()
         self.factors = {uuid: self._factor(uuid) for uuid in self.gpus}
@@ -352,51 +354,89 @@ class _Round:
     def _queue(self, waiting: Sequence[Participant]) -> list[_Queued]:
         """Return the waiting kernels in the order in which they are served.
 
-        A user was served when the last turn of any of the user's kernels ended; now, if one has a turn.  Placing a
+        A user was served when the last turn of any of the user's kernels ended; now, if a kernel has a turn.  Placing a
         kernel in the queue counts as serving its user for a turn, so that others come before the user's next kernel.
         """
         served: dict[str, float] = {}
         for each in self.alive.values():
-            last = self.now if each.turn is not None else _served(each)
+            last = self.now if each.user in self.served_now else _served(each)
             served[each.user] = max(served.get(each.user, -math.inf), last)
         left = {each.kernel: each for each in waiting}
         queue: list[_Queued] = []
-        cuts, placed = True, set[str]()
+        cuts, placed, seconds = True, set[str](), 0.0
         while left:
-            firsts = self._firsts(list(left.values()), placed)
+            firsts = self._firsts(list(left.values()), placed, served, seconds)
             each, new = min(firsts, key=lambda pair: (not pair[1], served[pair[0].user], *_seniority(pair[0])))
             cuts = cuts and new
             queue.append(_Queued(each, cuts))
             served[each.user] = self.now + len(queue)
             placed.add(each.user)
+            seconds += self._next_turn(each.user, [each])
             del left[each.kernel]
         return queue
 
-    def _firsts(self, waiting: Sequence[Participant], placed: set[str]) -> list[tuple[Participant, bool]]:
-        """Return each user's next kernel, and whether it is a new cell that passes those of all other users."""
+    def _firsts(
+        self, waiting: Sequence[Participant], placed: set[str], served: Mapping[str, float], seconds: float
+    ) -> list[tuple[Participant, bool]]:
+        """Return each user's next kernel, and whether it is a new cell that passes those of all other users.
+
+        ``seconds``: the turns of those that are placed in the queue before these.
+        """
         by_user: dict[str, list[Participant]] = {}
         for each in waiting:
             by_user.setdefault(each.user, []).append(each)
+        rest = [each.turn.since + each.turn.seconds - self.now for each in self.alive.values() if each.turn is not None]
+        spare = self._spare(by_user, served, seconds + max(0.0, *rest, 0.0))
         firsts = []
         for user, kernels in by_user.items():
-            strangers = [each for each in waiting if each.user != user]
             fresh = [each for each in kernels if not each.turns]
-            new = [each for each in fresh if self._passes([each], [other for other in kernels if other is not each])]
-            passes = user not in placed and self._passes(self.kernels[user], strangers)
-            firsts.append((min(new or kernels, key=_seniority), bool(new) and passes))
+            new = [each for each in fresh if self._passes(each, [other for other in kernels if other is not each])]
+            passes = bool(new) and user not in placed and self._passes_users(user, spare, served)
+            firsts.append((min(new or kernels, key=_seniority), passes))
         return firsts
 
-    def _passes(self, kernels: Sequence[Participant], others: Iterable[Participant]) -> bool:
-        """Return whether a new cell of one of these kernels of one user comes before the others.
+    def _passes(self, each: Participant, others: Iterable[Participant]) -> bool:
+        """Return whether a new cell comes before other kernels of its user.
 
-        It does while these kernels, with its first turn, have computed for a turn at most since any of them waits.
+        It does while its kernel, with its first turn, has computed for a turn at most since any of them waits.
         """
-        longest = self.rules.turn * max((factor for factor, _ in self.factors.values()), default=1)
-        budget = (longest - self.rules.first_turn) * self._allotment(kernels[0].user).weight
+        budget = (self._longest_turn() - self.rules.first_turn) * self._allotment(each.user).weight
+        return all(self.used[each.kernel] - other.used_before.get(each.kernel, 0.0) <= budget for other in others)
+
+    def _spare(
+        self, waiting: Mapping[str, Sequence[Participant]], served: Mapping[str, float], seconds: float
+    ) -> dict[str, float]:
+        """Return, by user that waits, the seconds of new cells that may still pass.
+
+        Each user is served after a turn of each other user at most: what it has waited, the ``seconds`` that come in
+        any case, and the turns of users that come before it, also of those who have no cell that waits yet.
+        """
+        turns = {user: self._next_turn(user, waiting.get(user, ())) for user in self.kernels}
+        shares = {user: self._longest_turn() * self._allotment(user).weight for user in self.kernels}
+        every, before, spare = sum(shares.values()), 0.0, {}
+        for user in sorted(self.kernels, key=lambda user: (served[user], user)):
+            if user in waiting and served[user] <= self.now and user not in self.served_now:  # nor placed once
+                waited = self.now - max(min(_waits(each) for each in waiting[user]), served[user])
+                spare[user] = every - shares[user] - waited - seconds - before
+            before += turns[user]
+        return spare
+
+    def _passes_users(self, user: str, spare: Mapping[str, float], served: Mapping[str, float]) -> bool:
+        """Return whether a new cell of a user comes before all other users that wait."""
+        first = self._next_turn(user, ())
         return all(
-            sum(self.used[each.kernel] - other.used_before.get(each.kernel, 0.0) for each in kernels) <= budget
-            for other in others
+            first <= seconds + (first if (served[user], user) < (served[other], other) else 0.0)
+            for other, seconds in spare.items()
+            if other != user
         )
+
+    def _longest_turn(self) -> float:
+        return self.rules.turn * max((factor for factor, _ in self.factors.values()), default=1)
+
+    def _next_turn(self, user: str, waiting: Sequence[Participant]) -> float:
+        """Return how long the next turn of a user with these kernels may be; without one, that of a cell to come."""
+        begun = any(each.turns for each in waiting)
+        return (self._longest_turn() if begun else self.rules.first_turn) * self._allotment(user).weight
 
     # -- the plan
 

@@ -56,6 +56,17 @@ export interface IOutlook {
   protected_s: number;
 }
 
+/** A place in the queue for a GPU. */
+export interface IWait {
+  gpu: string | null;
+  /** The GPU's number. */
+  index: number | null;
+  /** 1: the next one. */
+  place: number;
+  /** Until the kernel computes; null: unknown. */
+  seconds: number | null;
+}
+
 export interface IKernel {
   id: string;
   name: string;
@@ -65,6 +76,9 @@ export interface IKernel {
   reason: string | null;
   image: string | null;
   device_bytes_swapped_out: number;
+  /** It runs cells, but is off the GPU: their calls of CUDA wait. */
+  off_gpu: boolean;
+  gpu_wait: IWait | null;
   progress: number | null;
   failure: IFailure | null;
   /** The last ones, newest first. */
@@ -152,6 +166,26 @@ export interface IStatus {
   error_page: string | null;
 }
 
+/** One kernel that shares a GPU, of any user. */
+export interface ISharer {
+  /** Since when it computes, waits or is idle. */
+  seconds: number;
+  bytes: number;
+  /** The id of a kernel of this server; null: another's. */
+  kernel: string | null;
+  place?: number | null;
+  /** Seconds of its turn that it has for sure. */
+  left?: number;
+}
+
+export interface ISharing {
+  computing: ISharer[];
+  waiting: ISharer[];
+  idle: ISharer[];
+  /** By how much turns are lengthened. */
+  factor: number;
+}
+
 export interface IGpu {
   uuid: string;
   index: number;
@@ -162,6 +196,8 @@ export interface IGpu {
   kernels: Record<string, number>;
   /** Moments and bytes in use, oldest first, of the last hour. */
   history: [number, number][];
+  /** Missing where kernels do not share GPUs. */
+  sharing?: ISharing;
 }
 
 export interface IGpus {

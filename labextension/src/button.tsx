@@ -9,7 +9,7 @@ import type { IContext } from './context';
 import { phaseIcon } from './icons';
 import { IDS } from './ids';
 import type { NotebookKernel } from './notebooks';
-import { duration, phase as word } from './words';
+import { duration, phase as word, place } from './words';
 
 export class CheckpointButton extends ReactWidget {
   constructor(
@@ -57,7 +57,7 @@ export class CheckpointButton extends ReactWidget {
       const reason = host.reason || model.reason;
       return reason ? trans.__('This kernel cannot sleep. %1', reason) : trans.__('This kernel cannot sleep');
     }
-    const state = trans.__('Kernel %1', word(model.phase, trans));
+    const state = trans.__('Kernel %1', place(model, trans, Date.now() / 1000) ?? word(model.phase, trans));
     if (model.progress !== null) {
       return `${state}, ${Math.round(100 * model.progress.fraction)} %`;
     }
@@ -77,7 +77,7 @@ export class CheckpointButton extends ReactWidget {
       return;
     }
     const args = { kernelId: kernel.id };
-    const id = kernel.phase === 'running' ? IDS[action] : IDS.wake;
+    const id = kernel.awake ? IDS[action] : IDS.wake;
     if (commands.isEnabled(id, args)) {
       void commands.execute(id, args);
     } else {

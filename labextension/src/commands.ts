@@ -38,8 +38,12 @@ export function addCommands(context: IContext, notifier: Notifier, current: () =
     label,
     caption,
     isEnabled: (args: ReadonlyPartialJSONObject) => {
-      const phase = target(args)?.phase;
-      return host.reason === '' && (phase === 'running' || (phase === 'suspended' && verb === 'checkpoint'));
+      const kernel = target(args);
+      return (
+        host.reason === '' &&
+        kernel !== null &&
+        (kernel.awake || (kernel.phase === 'suspended' && verb === 'checkpoint'))
+      );
     },
     execute: async (args: ReadonlyPartialJSONObject) => {
       const kernel = target(args);

@@ -5,7 +5,7 @@ import { Poll } from '@lumino/polling';
 import type { Message } from '@lumino/messaging';
 import * as React from 'react';
 
-import type { IGpu } from './api';
+import type { IGpu, ISharer, ISharing } from './api';
 import { MemoryBar, Sparkline } from './charts';
 import type { IContext } from './context';
 import { freeMemory } from './freeMemory';
@@ -16,7 +16,7 @@ import { sum, type KernelModel } from './kernel';
 import { nameOf, pathOf } from './notebooks';
 import type { Notifier } from './notifications';
 import { SavePoints } from './savePoints';
-import { bytes, duration, failed, phase as word } from './words';
+import { bytes, duration, estimate, failed, phase as word, place } from './words';
 
 export class GpuPanel extends ReactWidget {
   constructor(
@@ -36,11 +36,11 @@ export class GpuPanel extends ReactWidget {
       source.changed.connect(this._renew, this);
     }
     context.services.sessions.runningChanged.connect(this._renew, this);
-    // The seconds shown pass; and no event reports host memory and child processes.
+    // The seconds shown pass; and no event reports host memory, child processes and turns.
     this._clock = new Poll({
       name: 'gpu-ckpt:clock',
-      factory: () => context.kernels.reload().catch(() => context.kernels.doubt()),
-      frequency: { interval: 10000, backoff: false },
+      factory: () => this._load(),
+      frequency: { interval: SLOW, backoff: false },
       standby: () => (this.isVisible ? 'when-hidden' : true)
     });
   }
@@ -62,6 +62,15 @@ export class GpuPanel extends ReactWidget {
     void Promise.all([this.gpus.load(), kernels.reload(), services.sessions.refreshRunning()]).catch(() =>
       kernels.doubt()
     );
+  }
+
+  /** Load what no event reports; more often while kernels wait for a GPU. */
+  private async _load(): Promise<void> {
+    const { kernels } = this.context;
+    const isShared = (this.gpus.list ?? []).some(({ sharing }) => sharing !== undefined);
+    await Promise.all([isShared ? this.gpus.load() : null, kernels.reload()]).catch(() => kernels.doubt());
+    const waits = (this.gpus.list ?? []).some(({ sharing }) => (sharing?.waiting.length ?? 0) > 0);
+    this._clock.frequency = { interval: waits ? FAST : SLOW, backoff: false, max: SLOW };
   }
 
   protected override onUpdateRequest(message: Message): void {
@@ -147,6 +156,7 @@ export class GpuPanel extends ReactWidget {
           label={trans.__('%1 of %2 in use', bytes(gpu.used), bytes(gpu.total))}
         />
         <Sparkline history={gpu.history} total={gpu.total} label={trans.__('Memory in use during the last hour')} />
+        {gpu.sharing !== undefined && this._sharing(gpu.sharing)}
         <ul>
           {shares.map(({ id, deviceBytes, color }) => this._row(this.context.kernels.get(id), deviceBytes, color))}
         </ul>
@@ -154,14 +164,52 @@ export class GpuPanel extends ReactWidget {
     );
   }
 
+  /** Who has a turn, and who waits for one: others' kernels without a name. */
+  private _sharing({ computing, waiting, factor }: ISharing): React.JSX.Element | null {
+    const { trans } = this.context;
+    if (waiting.length === 0) {
+      return null; // then there are no turns
+    }
+    return (
+      <div className="jp-gpuCkpt-queue" role="group" aria-label={trans.__('Queue')}>
+        <ol>
+          {computing.map((each, index) => (
+            <li key={`computing ${each.kernel ?? index}`} className="jp-mod-computing">
+              {trans.__('%1 computes for %2 (%3)', this._who(each), duration(each.seconds), bytes(each.bytes))}
+              {(each.left ?? 0) >= 1 && ' · '}
+              {(each.left ?? 0) >= 1 && trans.__('%1 left', estimate(each.left ?? 0))}
+            </li>
+          ))}
+          {waiting.map((each, index) => (
+            <li key={`waiting ${each.kernel ?? index}`}>
+              {`${each.place ?? '–'}. `}
+              {trans.__('%1 waits for %2 (%3)', this._who(each), duration(each.seconds), bytes(each.bytes))}
+            </li>
+          ))}
+        </ol>
+        {factor > 1 && (
+          <p className="jp-gpuCkpt-note">
+            {trans.__('Turns are %1 times as long as usual: moves took too much of the time.', factor)}
+          </p>
+        )}
+      </div>
+    );
+  }
+
+  private _who({ kernel }: ISharer): string {
+    const { services, trans } = this.context;
+    return kernel === null ? trans.__('Somebody') : nameOf(services, kernel);
+  }
+
   private _row(kernel: KernelModel, deviceBytes: number, color: string): React.JSX.Element {
     const { commands, services, trans } = this.context;
     const args = { kernelId: kernel.id };
-    const awake = kernel.phase === 'running';
+    const { awake } = kernel;
     const action = awake ? (deviceBytes > 0 ? IDS.suspend : IDS.checkpoint) : IDS.wake;
     const path = pathOf(services, kernel.id);
     const facts = [
       word(kernel.phase, trans),
+      place(kernel, trans, Date.now() / 1000) ?? '',
       deviceBytes > 0 ? trans.__('%1 on the GPU', bytes(deviceBytes)) : '',
       kernel.swappedOut > 0 ? trans.__('%1 off the GPU', bytes(kernel.swappedOut)) : '',
       kernel.hostBytes ? trans.__('%1 of host memory', bytes(kernel.hostBytes)) : '',
@@ -309,6 +357,10 @@ export class GpuPanel extends ReactWidget {
   /** The kernel whose failures are to come into sight. */
   private _wanted = '';
 }
+
+/** Milliseconds between two requests, also while kernels wait for a GPU. */
+const SLOW = 10000;
+const FAST = 2000;
 
 /** How many colours style/base.css has for the shares of a bar. */
 const COLORS = 6;

@@ -22,6 +22,10 @@ function shape(kind: string, d: string): string {
 const AWAKE = icon('running', shape('awake', 'M8 4a3.3 3.3 0 1 0 0 6.6a3.3 3.3 0 0 0 0-6.6z'));
 const SUSPENDED = icon('suspended', shape('asleep', 'M5 4.2h2.2v6.2H5zM8.8 4.2H11v6.2H8.8z'));
 const CHECKPOINTED = icon('checkpointed', shape('asleep', 'M8.6 3.7a3.7 3.7 0 1 0 3 5.7a3.5 3.5 0 0 1-3-5.7z'));
+const OFF_GPU = icon(
+  'off-gpu',
+  shape('awake', 'M8 4a3.3 3.3 0 1 0 0 6.6a3.3 3.3 0 0 0 0-6.6zm0 1.5a1.8 1.8 0 1 1 0 3.6a1.8 1.8 0 0 1 0-3.6z')
+);
 const GOING_TO_SLEEP = icon('going-to-sleep', shape('moving', 'M7 3.8h2v3.2h2.4L8 10.9 4.6 7H7z'));
 const WAKING = icon('waking', shape('moving', 'M7 10.8h2V7.6h2.4L8 3.7 4.6 7.6H7z'));
 
@@ -32,6 +36,8 @@ export function phaseIcon(phase: Phase): LabIcon {
   switch (phase) {
     case 'running':
       return AWAKE;
+    case 'off_gpu':
+      return OFF_GPU;
     case 'suspended':
       return SUSPENDED;
     case 'checkpointed':

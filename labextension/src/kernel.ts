@@ -1,19 +1,21 @@
 /** Facts about one kernel: its document, moved on by the server's events. */
 
-import type { IChild, IFailure, IJob, IKernel, IOutlook, IRecord, Plan, ServerEvent, State, Verb } from './api';
+import type { IChild, IFailure, IJob, IKernel, IOutlook, IRecord, IWait, Plan, ServerEvent, State, Verb } from './api';
 
-/** The state shown to the user; `plain`: a kernel that cannot be checkpointed. */
+/**
+ * The state shown to the user; `plain`: a kernel that cannot be checkpointed, `off_gpu`: one that runs cells while others
+ * use its GPU, so that calls of CUDA wait.
+ */
 export type Phase =
-  'plain' | 'running' | 'suspending' | 'suspended' | 'checkpointing' | 'checkpointed' | 'waking' | 'dead';
+  'plain' | 'running' | 'off_gpu' | 'suspending' | 'suspended' | 'checkpointing' | 'checkpointed' | 'waking' | 'dead';
 
 const PHASES: Record<State, Phase> = {
   starting: 'running',
   running: 'running',
   suspending: 'suspending',
   suspended: 'suspended',
-  // It runs cells; only their calls of CUDA wait.
-  yielding: 'running',
-  off_gpu: 'running',
+  yielding: 'off_gpu',
+  off_gpu: 'off_gpu',
   resuming: 'waking',
   dumping: 'checkpointing',
   saving: 'running',
@@ -75,6 +77,8 @@ export class KernelModel {
   requested: Verb | null = null;
   /** The job that suspends or checkpoints the kernel when its cells have finished. */
   waiting: IJob | null = null;
+  /** The kernel's place in the queue for a GPU, as of `at` (seconds since the epoch). */
+  queued: (IWait & { at: number }) | null = null;
 
   /** The last failures, newest first: the server's, and refusals that only this page has heard of. */
   get failures(): IRecord[] {
@@ -85,12 +89,20 @@ export class KernelModel {
     if (this.requested !== null) {
       return BECOMING[this.requested];
     }
+    if (this.state === 'resuming' && this._offGpu) {
+      return 'off_gpu';
+    }
     return this.state === null || !this.checkpointable ? 'plain' : PHASES[this.state];
+  }
+
+  /** Cells run at once. */
+  get awake(): boolean {
+    return this.phase === 'running' || this.phase === 'off_gpu';
   }
 
   /** Off the GPU, or on the way there: a cell that is run now waits. */
   get asleep(): boolean {
-    return this.phase !== 'plain' && this.phase !== 'running' && this.phase !== 'dead';
+    return this.phase !== 'plain' && !this.awake && this.phase !== 'dead';
   }
 
   /** Off the GPU, and nothing is under way. */
@@ -112,6 +124,8 @@ export class KernelModel {
     this.image = document.image;
     this.since = document.since;
     this.swappedOut = document.device_bytes_swapped_out;
+    this._offGpu = document.off_gpu;
+    this.queued = document.gpu_wait && { ...document.gpu_wait, at: now };
     this.failure = document.failure;
     this._recorded = document.failures;
     this.plan(document.policy, now);
@@ -155,24 +169,30 @@ export class KernelModel {
     switch (event.kind) {
       case 'state': {
         const progress = this.progress;
+        const wasOffGpu = this._offGpu;
         this.state = event.state;
+        this._offGpu = event.state === 'off_gpu' || (event.state === 'resuming' && event.previous === 'off_gpu');
+        this.queued = event.state === 'resuming' || event.state === 'restoring' ? this.queued : null;
         this.since = now;
         this.image = event.image;
         this.checkpointable = true;
         this.requested = this.waiting = this.due = null;
-        const verb = VERBS[event.state];
+        const verb = this._offGpu ? undefined : VERBS[event.state]; // others decide when it comes back to a GPU
         if (verb !== undefined) {
           this.progress = { verb, step: '', fraction: 0, bytes: null, expected: 0, began: now };
           return null;
         }
         this.progress = null;
+        if (event.state === 'resuming') {
+          return null;
+        }
         this.swappedOut = event.state === 'running' || event.state === 'dead' ? 0 : event.device_bytes;
         if (this.swappedOut > 0 || event.state !== 'running') {
           this.deviceBytes = 0;
         }
         const done = event.previous === null ? undefined : VERBS[event.previous];
-        if (done === undefined || event.state !== GOALS[done]) {
-          return null; // a failure's own event follows
+        if (done === undefined || event.state !== GOALS[done] || wasOffGpu) {
+          return null; // a failure's own event follows, or it had its turn
         }
         this.failure = null;
         const seconds = progress?.verb === done ? now - progress.began : event.seconds;
@@ -204,6 +224,8 @@ export class KernelModel {
     }
   }
 
+  /** Whether it runs cells while its device memory is off the GPU. */
+  private _offGpu = false;
   private _recorded: IRecord[] = [];
   private _refusals: IRecord[] = [];
 }

@@ -39,6 +39,9 @@ const SETTLED = 1000;
 /** Milliseconds without an event after which a verb under way is polled: its end may have been missed. */
 const SILENCE = 10000;
 
+/** Milliseconds between two requests for the place of a kernel that waits for a GPU: no event reports it. */
+const PLACE = 2000;
+
 /** Milliseconds between two polls of a kernel that seems awake, and their number. */
 const HEARD = 200;
 const TRIES = 20;
@@ -324,9 +327,10 @@ export class Kernels {
     clearTimeout(this._silences.get(id));
     this._silences.delete(id);
     if (model.becoming || model.waiting !== null) {
+      const silence = model.phase === 'off_gpu' || model.queued !== null ? PLACE : SILENCE;
       this._silences.set(
         id,
-        setTimeout(() => void (this._models.get(id) === model && this.load(id)), SILENCE)
+        setTimeout(() => void (this._models.get(id) === model && this.load(id)), silence)
       );
     }
   }

@@ -25,11 +25,11 @@ export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IPro
   const load = () => void client.saves(kernel.id).then(setPoints, () => setPoints([]));
   // A save, or a way back, ends with a new state.
   React.useEffect(() => {
-    if (isOpen && kernel.phase === 'running') {
+    if (isOpen && kernel.awake) {
       load();
     }
   }, [isOpen, kernel.phase, kernel.since]);
-  const disabled = kernel.phase !== 'running';
+  const disabled = !kernel.awake;
   return (
     <details className="jp-gpuCkpt-children" open={isOpen} onToggle={event => onToggle(event.currentTarget.open)}>
       <summary>{trans.__('Save points')}</summary>

@@ -58,9 +58,7 @@ export class Sleepers implements IRunningSessions.IManager {
   running(): IRunningSessions.IRunningItem[] {
     // A kernel that was just woken runs before its image is deleted, and no event reports that.
     const { kernels } = this.context;
-    return this._images
-      .filter(image => kernels.find(image.kernel_id)?.phase !== 'running')
-      .map(image => this._item(image));
+    return this._images.filter(image => !kernels.find(image.kernel_id)?.awake).map(image => this._item(image));
   }
 
   refreshRunning(): void {

@@ -31,6 +31,11 @@ export function duration(seconds: number): string {
   return seconds < 172800 ? `${(seconds / 3600).toFixed(0)} h` : `${(seconds / 86400).toFixed(0)} d`;
 }
 
+/** `1 s`, `42 s`, `7 min`: an estimate. */
+export function estimate(seconds: number): string {
+  return seconds < 9.95 ? `${Math.max(1, Math.round(seconds))} s` : duration(seconds);
+}
+
 /** `0:45`: whole seconds that are left. */
 export function countdown(seconds: number): string {
   const left = Math.max(0, Math.ceil(seconds));
@@ -44,6 +49,8 @@ export function phase(of: Phase, trans: TranslationBundle): string {
       return trans.__('cannot sleep');
     case 'running':
       return trans.__('running');
+    case 'off_gpu':
+      return trans.__('off the GPU (others use it)');
     case 'suspending':
       return trans.__('suspending');
     case 'suspended':
@@ -57,6 +64,18 @@ export function phase(of: Phase, trans: TranslationBundle): string {
     case 'dead':
       return trans.__('dead');
   }
+}
+
+/** `waiting for GPU 0: next, about 20 s`; null: the kernel waits for no GPU.  `now`: seconds since the epoch. */
+export function place(kernel: KernelModel, trans: TranslationBundle, now: number): string | null {
+  if (kernel.queued === null) {
+    return null;
+  }
+  const { index, seconds, at } = kernel.queued;
+  const where = kernel.queued.place === 1 ? trans.__('next') : trans.__('place %1', kernel.queued.place);
+  const left = seconds === null ? null : Math.max(0, seconds - (now - at));
+  const when = left === null ? where : trans.__('%1, about %2', where, estimate(left));
+  return index === null ? trans.__('waiting for a GPU: %1', when) : trans.__('waiting for GPU %1: %2', index, when);
 }
 
 /** The operation under way, as the beginning of a sentence. */
@@ -155,7 +174,11 @@ export function status(
     return { text: trans.__('Kernel asleep'), title, does: 'wake' };
   }
   const percent = Math.round(100 * (kernel.progress?.fraction ?? 0));
-  let text = '';
+  let text = place(kernel, trans, now) ?? '';
+  if (text !== '') {
+    const title = trans.__('The kernel of %1 is %2. An interrupt of its cell gives the place back.', notebook, text);
+    return { text, title, does: null };
+  }
   switch (kernel.phase) {
     case 'suspending':
       text = trans.__('Suspending kernel, %1 %', percent);
@@ -190,6 +213,9 @@ function leaves(due: { plan: Plan; at: number }, notebook: string, trans: Transl
 export function badge(kernel: KernelModel, trans: TranslationBundle): string {
   if (kernel.phase === 'suspended' || kernel.phase === 'checkpointed') {
     return kernel.swappedOut > 0 ? trans.__('asleep, %1 freed', bytes(kernel.swappedOut)) : trans.__('asleep');
+  }
+  if (kernel.phase === 'off_gpu') {
+    return kernel.swappedOut > 0 ? trans.__('%1 off the GPU', bytes(kernel.swappedOut)) : trans.__('off the GPU');
   }
   return kernel.phase === 'running' && kernel.deviceBytes ? bytes(kernel.deviceBytes) : '';
 }

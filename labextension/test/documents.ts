@@ -11,6 +11,8 @@ export function kernelDocument(id: string, more: Partial<IKernel> = {}): IKernel
     reason: null,
     image: null,
     device_bytes_swapped_out: 0,
+    off_gpu: false,
+    gpu_wait: null,
     progress: null,
     failure: null,
     failures: [],

@@ -170,3 +170,20 @@ test('host memory and child processes are as the last document that has them say
   model.load(DOCUMENT, 1);
   expect([model.hostBytes, model.children.length]).toEqual([7, 1]);
 });
+
+test('a turn on a shared GPU ends and comes without a word of a verb: cells run all the time', () => {
+  const model = running();
+  const seen = (['yielding', 'off_gpu', 'resuming', 'running'] as State[]).map((to, index, all) => {
+    const outcome = model.receive(state(to, all[index - 1] ?? 'running', { device_bytes: 400 }), 10 + index);
+    return [outcome, model.phase, model.awake, model.progress];
+  });
+  expect(seen).toEqual([
+    [null, 'off_gpu', true, null],
+    [null, 'off_gpu', true, null],
+    [null, 'off_gpu', true, null],
+    [null, 'running', true, null]
+  ]);
+  model.receive(state('suspended', 'suspending', { device_bytes: 400 }), 20);
+  model.receive(state('resuming', 'suspended'), 21);
+  expect([model.phase, model.progress?.verb]).toEqual(['waking', 'resume']);
+});

@@ -68,3 +68,22 @@ test('the status bar counts down while an idle kernel runs, and offers to keep i
   model.load(kernelDocument('k', { state: 'suspended' }), 0);
   expect(words.status(model, 'train.ipynb', trans, 55)).toMatchObject({ does: 'wake' });
 });
+
+test('a kernel off its GPU runs, and the status bar counts the estimate of its place down', () => {
+  const model = new KernelModel('k');
+  const wait = { gpu: 'GPU-a', index: 0, place: 1, seconds: 20.4 };
+  model.load(kernelDocument('k', { state: 'resuming', off_gpu: true, gpu_wait: wait }), 100);
+  expect([model.phase, model.awake, model.asleep]).toEqual(['off_gpu', true, false]);
+  expect(words.phase(model.phase, trans)).toBe('off the GPU (others use it)');
+  const said = (now: number) => words.status(model, 'train.ipynb', trans, now)?.text;
+  expect([100, 107, 200].map(said)).toEqual([
+    'waiting for GPU 0: next, about 20 s',
+    'waiting for GPU 0: next, about 13 s',
+    'waiting for GPU 0: next, about 1 s'
+  ]);
+  model.load(
+    kernelDocument('k', { state: 'resuming', gpu_wait: { ...wait, index: null, place: 3, seconds: null } }),
+    100
+  );
+  expect([model.phase, said(100)]).toEqual(['waking', 'waiting for a GPU: place 3']);
+});

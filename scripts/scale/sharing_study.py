@@ -20,7 +20,7 @@ from experiment import Result, Use
 from gpu_cluster import Process
 from move_costs import GIB, measured
 from notebook_activity import HOUR, Habits, endless
-from shared_gpus import ALIVE, Ran, SharedGpus
+from shared_gpus import ALIVE, Ran, SharedGpus, Totals
 from sharing_cluster import SharingCluster, round_robin, to_completion
 from study import ARRANGEMENTS, CULLED, H200, HOSTS, KEPT, MINUTE, percentile, run
 
@@ -30,8 +30,9 @@ from jupyter_gpu_ckpt.sharing.policy import NodeSnapshot, Rules
 
 #: A cell is short that takes no longer alone.
 SHORT = 30.0
-#: Simulated hours of one GPU.
+#: Simulated hours of one GPU, and the runs of each experiment with one.
 HOURS = 100.0
+SEEDS = (1, 2, 3)
 DISCIPLINES: dict[str, Callable[[NodeSnapshot], NodeSnapshot]] = {
     "each cell to its end": to_completion,
     "round robin, 60 s": round_robin,
@@ -43,7 +44,8 @@ DISCIPLINES: dict[str, Callable[[NodeSnapshot], NodeSnapshot]] = {
 class OneGpu:
     """An experiment: notebooks of ``gib`` each on a GPU that has memory for one; 0: drawn sizes on a whole H200.
 
-    ``users``: how many, of whom the first has the notebooks that are left over.
+    ``users``: how many, of whom the first has the notebooks that are left over.  ``seeds``: runs of so many hours each,
+    whose cells are counted together.
     """
 
     notebooks: int
@@ -51,7 +53,7 @@ class OneGpu:
     discipline: str = "turns"
     users: int = 0
     hours: float = HOURS
-    seed: int = 1
+    seeds: tuple[int, ...] = SEEDS
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,26 @@ class Waits:
 
 def one_gpu(plan: OneGpu) -> Waits:
     """Run one experiment."""
+    ran: list[Ran] = []
+    totals = Totals()
+    for seed in plan.seeds:
+        node = _run(plan, seed, ran)
+        totals.uses.update(node.totals.uses)
+        totals.swaps.update(node.totals.swaps)
+        # The users of each run are others.
+        totals.computed.update({f"{seed}/{user}": seconds for user, seconds in node.totals.computed.items()})
+        totals.wanted.update({f"{seed}/{user}": seconds for user, seconds in node.totals.wanted.items()})
+    return waits(totals, ran, plan.hours * HOUR * len(plan.seeds))
+
+
+def _run(plan: OneGpu, seed: int, ran: list[Ran]) -> SharedGpus:
+    """Return the GPU after one run, whose cells are added to ``ran``."""
     env, costs, habits = simpy.Environment(), measured(), Habits()
     total = plan.gib * GIB if plan.gib else H200
     node = SharedGpus(env, {"GPU-0": total}, seen=DISCIPLINES[plan.discipline])
-    ran: list[Ran] = []
 
     def life(number: int) -> Process:
-        rng = random.Random(f"{plan.seed}/{number}")
+        rng = random.Random(f"{seed}/{number}")
         drawn = rng.lognormvariate(math.log(habits.memory_median), habits.memory_sigma)
         device = plan.gib * GIB or int(min(habits.memory_most, drawn))
         user = str(max(0, number - (plan.notebooks - (plan.users or plan.notebooks))))
@@ -97,18 +112,17 @@ def one_gpu(plan: OneGpu) -> Waits:
         env.process(life(number))
     env.run(until=plan.hours * HOUR)
     node.settle()
-    return waits(node, ran, plan.hours * HOUR)
+    return node
 
 
-def waits(node: SharedGpus, ran: Sequence[Ran], seconds: float) -> Waits:
-    """Return the results of ``seconds`` of a node."""
+def waits(totals: Totals, ran: Sequence[Ran], seconds: float) -> Waits:
+    """Return the results of ``seconds`` of one GPU."""
     first = sorted(each.started - each.touched for each in ran if each.started is not None)
     short = sorted(each.ended - each.touched for each in ran if each.seconds <= SHORT)
-    totals, gpus = node.totals, len(node.gpus)
     shares = [totals.computed[user] / wanted for user, wanted in sorted(totals.wanted.items()) if wanted]
     return Waits(
-        computing=totals.uses[Use.COMPUTING] / seconds / gpus,
-        swaps=sum(totals.swaps.values()) / seconds / gpus,
+        computing=totals.uses[Use.COMPUTING] / seconds,
+        swaps=sum(totals.swaps.values()) / seconds,
         first=(percentile(first, 0.5), percentile(first, 0.9), percentile(first, 0.99)),
         short=(percentile(short, 0.5), percentile(short, 0.95)),
         stretch=sum(each.ended - each.touched for each in ran) / max(1e-9, sum(each.seconds for each in ran)),

@@ -124,11 +124,27 @@ def test_users_come_before_their_kernels():
     assert [each.place for each in decisions.waits] == [1, 2, 3]
 
 
-def test_a_new_cell_passes_until_its_user_has_had_a_turn_since_the_other_waits():
-    long = waiting("long", 700.0, turns=1, used_before={"new": 100.0})
+@pytest.mark.parametrize(("waited", "first"), [(59.0, "new"), (61.0, "long")])
+def test_a_new_cell_passes_users_who_are_still_served_after_a_turn_of_each_other_user(waited, first):
+    """Two other users, so two turns: the long one has waited, the holder's turn has 30 s, and a first turn comes."""
+    long = waiting("long", NOW - waited, turns=1, served_at=NOW - waited)
+    new = waiting("new", served_at=NOW - 10)
+    assert decided(long, new, computing("x", NOW - 30)).waits[0].kernel == first
+
+
+@pytest.mark.parametrize(("idler", "first"), [(NOW - 100, "long"), (NOW - 10, "new")])
+def test_a_user_who_may_come_before_another_is_counted_although_no_cell_of_theirs_waits(idler, first):
+    """Three other users: three turns are allowed.  The idle one comes before who was served later, for a first turn."""
+    long = waiting("long", NOW - 100, turns=1, served_at=NOW - 95)
+    others = waiting("new", served_at=NOW - 20), idle("idler", idler, served_at=idler)
+    assert decided(long, *others, computing("x", NOW - 29)).waits[0].kernel == first
+
+
+def test_of_one_user_a_new_cell_passes_until_its_kernel_has_had_a_turn_since_another_waits():
+    long = waiting("long", 700.0, turns=1, used_before={"new": 100.0}, user="u", served_at=700.0)
     for had, first in ((129.0, "new"), (131.0, "long")):
-        new = waiting("new", used=had, served_at=900.0)
-        assert decided(long, new, computing("x", NOW)).waits[0].kernel == first
+        new = waiting("new", used=had, served_at=900.0, user="u")
+        assert decided(long, new, computing("x", NOW, user="x")).waits[0].kernel == first
 
 
 def test_a_kernel_that_waits_for_another_gpu_is_not_counted():

@@ -11,11 +11,11 @@ import pytest
 from harness import until
 from sharing_kernels import MIB, SharedHost, sharing
 
-from jupyter_gpu_ckpt.kernel.gpu_sharing import overview
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server import models
 
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
+KINDS = ("computing", "waiting", "idle")
 
 
 @pytest.fixture
@@ -81,12 +81,12 @@ async def test_a_cell_says_what_it_waits_for_and_an_interrupt_gives_the_place_ba
         assert other.state == "running"
         document = models.kernel("k", "python3", one.provisioner, None, None, None)
         assert document["gpu_wait"]["place"] == 1
-        on_gpu = overview(sharing(other).all_participants, A, time.monotonic())
-        assert [(state, [entry["bytes"] for entry in entries]) for state, entries in on_gpu.items()] == [
-            ("computing", []),
-            ("waiting", [68 * MIB]),
-            ("idle", [68 * MIB]),
-        ]
+        assert document["gpu_wait"]["index"] == 0
+        assert document["off_gpu"], "its other cells run"
+        on_gpu = sharing(other).queue(A, {sharing(one).participant.kernel: "k"})
+        shown = {state: [(entry["bytes"], entry["kernel"]) for entry in on_gpu.pop(state)] for state in KINDS}
+        assert shown == {"computing": [], "waiting": [(68 * MIB, "k")], "idle": [(68 * MIB, None)]}
+        assert on_gpu == {"factor": 1}
         assert re.search("shared GPU +.*1 other waits", await other.run("%gpu_checkpoint --status"))
         await one.manager.interrupt_kernel()
         reply = await asyncio.wait_for(cell, 30)

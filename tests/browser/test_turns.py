@@ -1,0 +1,113 @@
+"""Two notebooks that share a GPU, in the browser: who has a turn, who waits and for how long, and what runs meanwhile.
+
+The GPU is `fake_host`'s, its memory that of the driver's double, with the real library; all else is real.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from desktop import BADGE, STATUS, lab, write_notebook
+from fake_gpus import GPU, SUPPORT
+
+from jupyter_gpu_ckpt.testing.fake_host import allocation_cell
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "cuda" / "native"))
+from programs import build, build_doubles, compiler
+from sharing_kernels import CELL, MIB
+
+CONFIG = f"""
+import os, sys
+from pathlib import Path
+sys.path.append({SUPPORT!r})
+from jupyter_gpu_ckpt.cuda import fastpath
+from jupyter_gpu_ckpt.kernel import engine
+from jupyter_gpu_ckpt.sharing.policy import Rules
+from jupyter_gpu_ckpt.testing.fake_host import install
+images = Path(c.GpuCkptProvisioner.image_dir)
+install({{{GPU!r}: {100 * MIB}}}, images)
+engine.shared_exchange(engine.shared_engine(images).gpus).rules = Rules(first_turn=8.0, turn=8.0, cut=4.0)
+fastpath.has_driver = lambda: True
+fastpath.preload = lambda: fastpath.Preload(Path({{library!r}}))
+os.environ["LD_LIBRARY_PATH"] = {{doubles!r}}
+c.GpuCkptProvisioner.gpu_sharing = "turns"
+"""
+LONG, SHORT = 14.0, 0.5
+
+
+@pytest.fixture(scope="module")
+def jupyter(tmp_path_factory, base, chromium, criu_binary):
+    if compiler() is None:
+        pytest.skip("there is no C compiler on this machine")
+    doubles = build_doubles(tmp_path_factory.mktemp("cuda"))
+    library = build(tmp_path_factory.mktemp("native"), doubles).library
+    config = CONFIG.replace("{library!r}", repr(str(library))).replace("{doubles!r}", repr(str(doubles)))
+    with lab(tmp_path_factory.mktemp("turns"), base, config=config) as running:
+        yield running
+
+
+def kernel_of(jupyter, name: str) -> str:
+    return next(each["kernel"]["id"] for each in jupyter.get("api/sessions") if each["path"] == name)
+
+
+def give_memory(jupyter, name: str, value: int) -> str:
+    """Give a notebook's kernel memory that fits beside no other's; return its id."""
+    kernel_id = kernel_of(jupyter, name)
+    jupyter.run(kernel_id, CELL.format(bytes=60 * MIB, value=value))
+    jupyter.run(kernel_id, allocation_cell({GPU: 68 * MIB}))
+    return kernel_id
+
+
+def test_the_queue_of_a_shared_gpu_and_a_kernel_off_it(desktop, jupyter):
+    with desktop.window(jupyter, width=1440) as window:
+        tab = window.tab(
+            write_notebook(jupyter, "train.ipynb", f"n = compute({LONG}); print('trained', intact())", "print(6 * 7)")
+        )
+        page = tab.page
+        tab.wait_for_phase("running")
+        train = give_memory(jupyter, "train.ipynb", 1)
+        jupyter.do(train, "suspend")
+        tab.open(write_notebook(jupyter, "plot.ipynb", f"n = compute({SHORT}); print('plotted', intact())", "print(1)"))
+        tab.wait_for_phase("running")
+        plot = give_memory(jupyter, "plot.ipynb", 2)
+        page.locator('li[data-id="gpu-ckpt-panel"]').click()
+        panel = page.locator("#gpu-ckpt-panel")
+        panel.get_by_text("68.0 MiB of 100 MiB in use").wait_for()
+
+        # The other one's cell takes the idle one's memory; that runs on.
+        tab.open("train.ipynb")
+        tab.run(0)
+        tab.open("plot.ipynb")
+        tab.wait_for_phase("off_gpu")
+        assert "off the GPU (others use it)" in tab.tooltip
+        page.locator(BADGE, has_text="68.0 MiB off the GPU").wait_for()
+        panel.locator("li", has_text="plot.ipynb").get_by_text("off the GPU (others use it)").wait_for()
+        tab.run(1)
+        tab.wait_for_output(1, "1")
+        assert tab.phase == "off_gpu"
+        assert jupyter.get(f"gpu-ckpt/kernels/{plot}")["off_gpu"]
+
+        # Its cell that computes waits, and is told its place wherever the user looks.
+        tab.run(0)
+        status = page.locator(STATUS, has_text=re.compile(r"^waiting for GPU 0: next, about \d+ s$"))
+        status.wait_for()
+        queue = panel.locator(".jp-gpuCkpt-queue")
+        queue.get_by_text(re.compile(r"^train\.ipynb computes for .* \(68\.0 MiB\)( · \d+ s left)?$")).wait_for()
+        queue.get_by_text(re.compile(r"^1\. plot\.ipynb waits for .* \(68\.0 MiB\)$")).wait_for()
+        panel.locator("li", has_text="plot.ipynb").get_by_text("waiting for GPU 0: next").wait_for()
+        assert "waiting for GPU 0: next" in tab.tooltip
+        assert page.locator(".jp-gpuCkpt-waking").count() == 0, "no cell waits for the kernel"
+        tab.picture("turns-waiting")
+
+        # Then it has its turn, in the middle of the other one's cell.
+        tab.wait_for_output(0, "plotted True")
+        tab.open("train.ipynb")
+        tab.wait_for_output(0, "trained True")
+        status.wait_for(state="hidden")
+        queue.wait_for(state="hidden")
+        tab.wait_for_phase("running")
+        tab.picture("turns-over")
+        tab.quiet()

@@ -21,6 +21,8 @@ PER_THREAD_STREAM = 2
 ALL_ATTRIBUTES = range(28)
 CONTEXT, DEVICE_POINTER, HOST_POINTER, P2P_TOKENS, SYNC_MEMOPS, BUFFER_ID = 1, 3, 4, 5, 6, 7
 LEGACY_IPC, RANGE_START, HANDLE_TYPES, POOL, MAPPING_START, BLOCK_ID = 10, 11, 14, 17, 19, 20
+#: IS_HW_DECOMPRESS_CAPABLE: of served memory 0, which docs/performance.md names.
+DECOMPRESSED = 21
 #: Their values are addresses; and numbers that the driver gives out.
 ADDRESSES, IDENTITIES = (DEVICE_POINTER, HOST_POINTER, RANGE_START, MAPPING_START), (BUFFER_ID, BLOCK_ID)
 #: What a program sees where the driver has written nothing.
@@ -53,6 +55,8 @@ class Watcher(Program):
             return (len(written), self.near(value))
         if attribute in IDENTITIES:
             return (len(written), self._identities.setdefault(value, len(self._identities)))
+        if attribute == DECOMPRESSED:
+            return len(written)
         return (len(written), bool(value) if attribute == POOL else value)
 
     def near(self, address: int) -> str:

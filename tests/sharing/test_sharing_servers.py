@@ -67,9 +67,8 @@ class World:
 
     def _anybody_waits(self) -> bool:
         now = time.monotonic()
-        return any(
-            each.waiting_since is not None and now - each.alive_at < 2 * HEARTBEAT_S for each in records.read(self.locks)
-        )
+        alive = [each for each in records.read(self.locks) if now - each.alive_at < 2 * HEARTBEAT_S]
+        return any(each.waiting_since is not None for each in alive)
 
     def a_move(self, server: Server) -> None:
         """Wait until a kernel of a server leaves the GPU or comes to it."""

@@ -81,9 +81,11 @@ _C_LIBRARY = "CS_GNU_LIBC_VERSION"
 _CONTEXT = 2 << 30
 #: Precedes what the library publishes in its memory (`published.h`).
 _MARK = b"gpu-ckpt state:\0"
-_PUBLISHED = struct.Struct("=iiii")
+_PUBLISHED = struct.Struct("=iiiiq")
 #: Bits of the launch gate's state: it is closed, and opens by itself.
 _GATE_CLOSED, _GATE_LEASED = 2, 4
+#: Says that a kernel shares GPUs (`memory_wait.c`).
+_SHARES_VARIABLE = "JUPYTER_GPU_CKPT_SHARES_GPUS"
 #: Version of the protocol on that socket (`control.c`).
 _VERSION = 2
 #: Seconds that the launch gate may be leased at the most.
@@ -110,10 +112,11 @@ class _Published(NamedTuple):
     state: int
     launch_gate: int
     touches: int
+    wanted: int
 
 
 #: Of a kernel without the library.
-_NOTHING = _Published(_VERSION, _State.ON_DEVICE, 0, 0)
+_NOTHING = _Published(_VERSION, _State.ON_DEVICE, 0, 0, 0)
 
 
 class _Refused(Exception):
@@ -202,6 +205,10 @@ class FastPath:
         `ProtocolVersion`.
         """
         return self._published().touches
+
+    def wanted(self) -> int:
+        """Return the bytes of allocations that wait for free memory on a shared GPU.  As `touches`."""
+        return self._published().wanted
 
     def launch_gate_is_closed(self) -> bool:
         """Return whether calls wait at the launch gate.  As `touches`."""
@@ -648,11 +655,15 @@ def has_driver() -> bool:
     return Path("/proc/driver/nvidia").exists()
 
 
-def environment(directory: Path, env: dict[str, str]) -> dict[str, str]:
-    """Return the variables that make a kernel preload the library; none where it cannot be used."""
+def environment(directory: Path, env: dict[str, str], *, shares_gpus: bool = False) -> dict[str, str]:
+    """Return the variables that make a kernel preload the library; none where it cannot be used.
+
+    ``shares_gpus``: an allocation that finds no free memory waits for its owner's answer before it fails.
+    """
     found = preload() if has_driver() else Preload(None)
     name = str(directory / SOCKET)
     if found.path is None or len(os.fsencode(name)) >= _NAME:
         return {}
     others = env.get("LD_PRELOAD", "")
-    return {VARIABLE: name, "LD_PRELOAD": f"{found.path}:{others}" if others else str(found.path)}
+    shares = {_SHARES_VARIABLE: "1"} if shares_gpus else {}
+    return {VARIABLE: name, "LD_PRELOAD": f"{found.path}:{others}" if others else str(found.path), **shares}

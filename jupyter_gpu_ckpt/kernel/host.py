@@ -301,7 +301,7 @@ class KernelHost:
         env = {**launch.env, "JPY_PARENT_PID": "1"}
         notice = env.pop(NOTICE, "") if rewritten is None else ""
         if launch.fast_path and rewritten is not None:  # a wrapper script would preload it in the kernel's place
-            env |= fastpath.environment(directory, env)
+            env |= fastpath.environment(directory, env, shares_gpus=launch.settings.sharing != "off")
         session = Session(
             kernel_id=self.kernel_id,
             kernel_name=launch.kernel_name,

@@ -269,7 +269,8 @@ class Exchange:
         known = sorted((read | own).values(), key=lambda each: each.kernel)
         participants = tuple(self._without_idlers(known, now))
         self._participants = participants
-        if not any(each.waiting_since is not None for each in participants):
+        wants = (each.waiting_since is not None or (each.on and each.needs != each.resident) for each in participants)
+        if not any(wants):
             return NodeSnapshot(now, (), participants, rules=self.rules)
         gpus = tuple(
             SharedGpu(gpu.uuid, gpu.total, policy.others(gpu.uuid, gpu.total, gpu.free, participants, now))

@@ -131,7 +131,10 @@ class Server:
 
     def finishes(self) -> None:
         """Assert that each cell ends, and once."""
-        assert self.done.wait(90), self.said()
+        if not self.done.wait(90):
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(1)
+            raise AssertionError(self.said())
         assert sorted(self.ended) == sorted(self.wanted)
 
     def said(self) -> str:

@@ -155,7 +155,7 @@ class Kernel:
 
 
 def main() -> None:
-    """Run all kernels; the process ends with the last cell and its standard input.  SIGUSR1: log what its threads do."""
+    """Run all kernels; the process ends with the last cell and its standard input.  SIGUSR1: log its threads."""
     faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
     plan = json.loads(sys.argv[1])

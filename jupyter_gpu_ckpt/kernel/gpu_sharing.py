@@ -7,6 +7,7 @@ it moves the kernel to a GPU, and waits there for its turn.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import threading
@@ -381,10 +382,12 @@ class GpuSharing:
     def renew(self) -> None:
         """Wait anew for the GPUs that the kernel was admitted to, if this process was stopped since; as `admit`."""
         while self.participant.residence is Residence.ARRIVING and not self._member.claim_is_valid():
-            on, needs = self.participant.on, self.participant.needs
-            self.admit(
-                dict(zip(on, needs, strict=True)), self._lifecycle.engine.gpus.list(), elsewhere=False, more=False
-            )
+            needs = dict(zip(self.participant.on, self.participant.needs, strict=True))
+            now = time.monotonic()
+            used = self._exchange.used(now)
+            # Its turn is void, too: with one it would not wait for another.
+            self._member.update(functools.partial(Participant.move_failed, now=now, used=used))
+            self.admit(needs, self._lifecycle.engine.gpus.list(), elsewhere=False, more=False)
 
     def settle(self) -> None:
         """Note the end of a move to a GPU, whichever it was."""

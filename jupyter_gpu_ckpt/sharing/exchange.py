@@ -294,6 +294,8 @@ class Exchange:
 
     def _note_idlers(self, decisions: Decisions, now: float) -> None:
         """Note how long each decision has been carried out by nobody."""
+        if now - self._decided_at > _LATE_S:  # this server was stopped: nobody could do anything of its decisions
+            self._standing = {}
         grants = [("grant", each.kernel) for each in decisions.grants]
         suspends = [("suspend", each.kernel) for each in decisions.suspends]
         moving = {each.kernel for each in self._participants if each.residence is Residence.LEAVING}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -40,7 +40,8 @@ class StepEvent:
     """The start or end of a step, or a moment in between (``running``, emitted by the server's monitor).
 
     ``seconds`` is the step's duration (monotonic; ``None`` on ``started``), ``bytes`` the bytes it moved if known, both
-    up to now while it is ``running``; ``code`` the error's code on ``failed``.  Without paths, tokens, user content.
+    up to now while it is ``running``; ``code`` the error's code on ``failed``; ``parts`` the seconds of parts of it, by
+    their names, at its end, where they are measured.  Without paths, tokens, user content.
     """
 
     kind: Literal["started", "running", "completed", "failed"]
@@ -50,6 +51,7 @@ class StepEvent:
     seconds: float | None = None
     bytes: int | None = None
     code: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 Sink = Callable[[StepEvent], None]
@@ -57,10 +59,20 @@ Sink = Callable[[StepEvent], None]
 
 @dataclass
 class TracedStep:
-    """The step under way; its code may set ``bytes`` before it ends."""
+    """The step under way; its code may set ``bytes`` before it ends, and measure parts of it."""
 
     name: str
     bytes: int | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Run the body as a part of the step, whose seconds are added to those of the same name."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + time.monotonic() - began
 
 
 @dataclass
@@ -89,10 +101,10 @@ class Trace:
             self._emit(StepEvent("started", name, self.kernel_id, time.time()))
             yield step
             seconds = time.monotonic() - began
-            self._emit(StepEvent("completed", name, self.kernel_id, time.time(), seconds, step.bytes))
+            self._emit(StepEvent("completed", name, self.kernel_id, time.time(), seconds, step.bytes, None, step.parts))
         except BaseException as error:
             self.error = error if isinstance(error, GpuCkptError) else None
             code = self.error.code if self.error is not None else type(error).__name__
             seconds = time.monotonic() - began
-            self._emit(StepEvent("failed", name, self.kernel_id, time.time(), seconds, step.bytes, code))
+            self._emit(StepEvent("failed", name, self.kernel_id, time.time(), seconds, step.bytes, code, step.parts))
             raise

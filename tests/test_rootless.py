@@ -172,6 +172,14 @@ def test_the_faults_of_children_as_an_ordinary_user(place, criu, chosen):
 
 
 @root_only
+def test_children_with_device_memory_as_an_ordinary_user(place, criu):
+    nobody = Nobody(place, criu)
+    chosen = "own_library or memory_of_a_child or owner_ended"
+    nobody.run(pytest_of("tests/cuda/native/test_children.py", "-k", chosen), timeout=HANGS)
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
 def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
     """The group of terminals is none of this user's, and its trackers are no children of ours."""
     nobody = Nobody(place, criu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import pytest
 from recorder import Recorder
@@ -35,6 +36,19 @@ def test_a_step_starts_and_completes_with_its_seconds_and_bytes(trace, recorder)
     assert completed.seconds >= 0
     assert {event.kernel_id for event in recorder.events} == {"kernel"}
     assert started.at <= completed.at
+
+
+def test_parts_of_a_step_are_measured_also_those_that_fail(trace, recorder):
+    with contextlib.suppress(NoSpace), trace.step("dump") as step:
+        for _ in range(2):
+            with step.part("write"):
+                time.sleep(0.01)
+        with step.part("flush"):
+            raise NoSpace("full")
+    started, failed = recorder.events
+    assert started.parts == {}
+    assert [*failed.parts] == ["write", "flush"]
+    assert 0.02 <= failed.parts["write"] <= sum(failed.parts.values()) <= failed.seconds
 
 
 @pytest.mark.parametrize(("error", "code"), [(NoSpace("full"), "NO_SPACE"), (KeyError("x"), "KeyError")])
@@ -117,5 +131,5 @@ def test_a_step_that_ran_twice_counts_both_times(trace, recorder):
 
 def test_an_event_has_no_field_for_secrets():
     """No path, token or user content: events are logged."""
-    fields = {"kind", "step", "kernel_id", "at", "seconds", "bytes", "code"}
+    fields = {"kind", "step", "kernel_id", "at", "seconds", "bytes", "code", "parts"}
     assert set(StepEvent.__dataclass_fields__) == fields

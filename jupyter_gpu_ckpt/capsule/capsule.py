@@ -52,6 +52,9 @@ from .protocol import PACKET_BYTES, SOCKET, VERSION
 
 #: Deadline of a request that the init answers at once, in seconds.
 ANSWER = 10.0
+#: Deadline of the init's first report, in seconds: a Python starts, makes namespaces and mounts, and sees every
+#: process start beside it.  A kernel that is started without a capsule because of a busy minute can never sleep.
+START = 60.0
 #: Seconds that a dump has to take everything back when it is overdue, or its owner has gone.
 GRACE = 10.0
 #: Seconds that `Capsule` waits for the resource trackers of a kernel that has ended: a little more than they get.
@@ -180,7 +183,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
 
     def _read_report(self, report: int) -> None:
         with open(report, "rb") as file:
-            if not _ready([file.fileno()], ANSWER):
+            if not _ready([file.fileno()], START):
                 raise CapsuleError("The capsule's init did not report in time.")
             text = file.read()
         if not text:
@@ -454,22 +457,27 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         noted = {}
         for child, paths in inherited.items():
             with contextlib.suppress(CapsuleError):  # it has ended
-                noted[str(self._named(child)["pid"])] = [*paths]
+                noted[str(self.pid_inside(child))] = [*paths]
         self._request({"verb": "note_inherited_files", "paths": noted})
 
     def _named(self, child: int | None) -> dict[str, Any]:
         """Return the argument that names a child by its pid inside; none for the kernel."""
-        if child is None:
-            return {}
+        return {} if child is None else {"pid": self.pid_inside(child)}
+
+    def pid_inside(self, child: int) -> int:
+        """Return the pid inside of a process by its host pid.  Raises `CapsuleError` if it has ended."""
         try:
             level = len(procfs.status(self._init_pid)["NSpid"].split()) - 1
-            return {"pid": int(procfs.status(child)["NSpid"].split()[level])}
+            return int(procfs.status(child)["NSpid"].split()[level])
         except (OSError, KeyError, IndexError) as error:
             raise CapsuleError(f"The kernel's child {child} has ended.", pid=child) from error
 
-    def unfreeze_threads(self, *, all: bool = False) -> None:
-        """Let frozen threads of the kernel run, if there are any; or of ``all`` its processes."""
-        self._request({"verb": "unfreeze_threads", **({"all": True} if all else {})})
+    def unfreeze_threads(self, *, all: bool = False, child: int | None = None) -> None:
+        """Let frozen threads of the kernel run, if there are any; or of ``all`` its processes.
+
+        ``child``: as for `freeze_threads`.
+        """
+        self._request({"verb": "unfreeze_threads", **({"all": True} if all else self._named(child))})
 
     def host_memory(self) -> int:
         """Return a descriptor, to be closed, of the kernel's `namespaces.HOST_MEMORY`.  Raises `CapsuleError`."""

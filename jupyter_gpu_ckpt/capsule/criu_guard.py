@@ -200,7 +200,17 @@ def _drop_stop_notice(injection: Injection) -> None:
 def _for_main_thread(pid: int) -> int:
     """Return the signals that wait for any thread of a process, have a handler, and are not blocked by the first."""
     waiting = _signals(pid, pid, "ShdPnd") & _signals(pid, pid, "SigCgt")
-    return waiting & ~_signals(pid, pid, "SigBlk") & ~(_CONT | _CHLD)
+    return waiting & ~_signals(pid, pid, "SigBlk") & ~_CONT
+
+
+def _interrupting(pid: int, tid: int) -> int:
+    """Return the signals because of which a handler may run in a thread of a stopped process once it runs again.
+
+    What comes while it is stopped, as a timer's does at any moment, its first thread gets (`resume`).
+    """
+    waiting = _signals(pid, tid, "SigPnd", "ShdPnd") & _signals(pid, tid, "SigCgt")
+    of_first = 0 if tid == pid else _for_main_thread(pid) & ~_signals(pid, tid, "SigPnd")
+    return waiting & ~of_first
 
 
 def _pass_to_main_thread(injection: Injection, waiting: int) -> None:
@@ -294,7 +304,7 @@ def _inspect(pid: int) -> _SavedProcess:
     with Injection.into(pid) as injection:
         for tid in procfs.threads(pid):
             with injection.thread(tid) as tracee:
-                syscall_restart.begin_again(tracee, signals=_signals(pid, tid, "SigPnd", "ShdPnd"))
+                syscall_restart.begin_again(tracee, signals=_interrupting(pid, tid))
                 regsets = {kind: data for kind in MACHINE.regsets if (data := tracee.regset(kind)) is not None}
                 threads[tid] = _Thread(regsets, tracee.mask)
                 if tid == pid and (handler := _sigtrap(injection)) in GUARD:

@@ -629,10 +629,10 @@ class Init:
         self.frozen_threads(pid or self.kernel).freeze_callers(time.monotonic() + timeout)
         return {}
 
-    def unfreeze_threads(self, all: bool = False) -> dict[str, Any]:
-        """Let the kernel's frozen threads run, or those of all processes."""
-        for pid in [*self.frozen] if all else [self.kernel]:
-            if (frozen := self.frozen.pop(pid, None)) is not None:
+    def unfreeze_threads(self, all: bool = False, pid: int = 0) -> dict[str, Any]:
+        """Let the frozen threads of a process run, by default the kernel's, or those of all processes."""
+        for each in [*self.frozen] if all else [pid or self.kernel]:
+            if (frozen := self.frozen.pop(each, None)) is not None:
                 frozen.release()
         return {}
 

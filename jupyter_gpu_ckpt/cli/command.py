@@ -53,7 +53,7 @@ class Configured(Configurable):
     runtime_base = Unicode().tag(config=True)
     accept_changed_files = Bool(False).tag(config=True)
     encryption_key = Unicode().tag(config=True)
-    fast_path = Enum(["auto", "off"], "auto").tag(config=True)
+    fast_path = Enum(["auto", "kernel", "off"], "auto").tag(config=True)
     memory_dir = Unicode("/dev/shm").tag(config=True)  # noqa: S108 - a directory of this user's below it
 
     @classmethod

@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ _CLOSED, _LISTENS = 7, 10
 _VARINT, _BYTES = 0, 2
 #: FL_FLOCK and FL_OFDLCK of include/linux/filelock.h.
 _FLOCK, _OFD = 2, 1024
+#: The abstract name under which CUDA's driver gives the descriptor of /dev/nvidia-uvm to processes that share memory
+#: with this one (580.159.04): the PID namespace's inode and the PID.  A branch's may have any other.
+_DRIVER_SOCKET = re.compile(rb"\0cuda-uvmfd-\d+-\d+\0?")
 
 #: Chooses a free port for a socket of this family, type and address.
 ChoosePort = Callable[[int, int, str], int]
@@ -201,12 +205,16 @@ def _shown(address: str, port: int) -> str:
 
 
 def _unix_socket(fields: list[Field], own: Sequence[str], prefix: str, found: list[Exclusive]) -> list[Field] | None:
-    """Return the fields of a socket that gets another name; None for one without a name, or the kernel's own."""
+    """Return the fields of a socket that gets another name; None for one without a name, or the kernel's own.
+
+    The driver's own socket gets another name unnoticed.
+    """
     name = next((value for number, _, value in fields if number == _UNIX_NAME and isinstance(value, bytes)), b"")
     shown = os.fsdecode(name.strip(b"\0"))
     if not shown or shown.startswith(tuple(own)):
         return None
-    found.append(Exclusive("socket", f"unix socket {'@' if name[:1] == bytes(1) else ''}{shown}", "another name"))
+    if not _DRIVER_SOCKET.fullmatch(name):
+        found.append(Exclusive("socket", f"unix socket {'@' if name[:1] == bytes(1) else ''}{shown}", "another name"))
     ending = b"\0" if name.endswith(b"\0") else b""
     moved = os.fsencode(f"{prefix}{number_of(fields, _UNIX_INODE)}") + ending
     kept = [field for field in fields if field[0] not in (_UNIX_NAME, _UNIX_DIRECTORY)]

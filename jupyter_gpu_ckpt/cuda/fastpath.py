@@ -9,6 +9,8 @@ threads run on, and wait at that lock.  The way back is the mirror image.
 The library also has a gate that the kernel's calls pass (`launch_gate.h`).  It is closed before the driver locks: the
 calls of a suspended kernel wait there, where they are counted and an interrupt reaches them, and not in the driver.
 
+The processes that the kernel starts preload the library, too, and each that uses CUDA is treated in the same way.
+
 The driver handles allocations that the library does not serve, and all of them where the library is missing: it makes
 suspending faster, and nothing depends on it.
 """
@@ -22,13 +24,14 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import stat
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +65,10 @@ EXTENTS = "gpu-ckpt-extents"
 FROZEN = "gpu-ckpt-frozen"
 #: Environment variable that gives a kernel's library the path of its socket.
 VARIABLE = "JUPYTER_GPU_CKPT_FAST_SOCKET"
+#: The same for the processes that the kernel starts: each appends a hyphen and its pid to that path.
+CHILDREN_VARIABLE = "JUPYTER_GPU_CKPT_FAST_CHILDREN"
+#: Options of the address sanitizer, and the one that has it check whether it is the first of the libraries.
+_ASAN, _ANY_ORDER = "ASAN_OPTIONS", "verify_asan_link_order"
 #: Seconds in which all threads of a kernel must reach a place where they can be frozen.
 FREEZE_SECONDS = 5.0
 #: Seconds for a reply that takes no copying; and for one that is done without.
@@ -77,8 +84,8 @@ _LIBRARY = "_fastpath.so"
 _TRY = "import ctypes, sys; sys.exit(0 if ctypes.CDLL(sys.argv[1]).gpu_ckpt_knows_rwlocks() else 3)"
 _UNKNOWN_LOCKS = 3
 _C_LIBRARY = "CS_GNU_LIBC_VERSION"
-#: Bytes of device memory of a large context, which the driver suspends in any case.
-_CONTEXT = 2 << 30
+#: Bytes of device memory that are more than a context, which the driver suspends in any case.
+MUCH = 2 << 30
 #: Precedes what the library publishes in its memory (`published.h`).
 _MARK = b"gpu-ckpt state:\0"
 _PUBLISHED = struct.Struct("=iiiiq")
@@ -87,11 +94,16 @@ _GATE_CLOSED, _GATE_LEASED = 2, 4
 #: Says that a kernel shares GPUs (`memory_wait.c`).
 _SHARES_VARIABLE = "JUPYTER_GPU_CKPT_SHARES_GPUS"
 #: Version of the protocol on that socket (`control.c`).
-_VERSION = 2
+_VERSION = 3
 #: Seconds that the launch gate may be leased at the most.
 _LONGEST_LEASE = 86400.0
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
 _NAME = 108
+#: Why the kernel has no library; and a child.
+_WITHOUT = (
+    'the kernel was started with fast_path = "off"',
+    'it has no library (linked statically, with an environment of its own, or fast_path = "kernel")',
+)
 _UNCHANGED = "the kernel's device memory is where it was, on the GPU or in host memory"
 
 
@@ -149,10 +161,19 @@ class Amounts:
 
 
 class FastPath:
-    """The allocations of the kernel in one capsule; none if the kernel has no library, and then nothing is done."""
+    """The allocations of the kernel in one capsule, or of its process ``child``.
 
-    def __init__(self, capsule: Capsule, cuda: Cuda) -> None:
-        self._capsule, self._cuda = capsule, cuda
+    None if that has no library, and then nothing is done.  A child's are swapped out to its own anonymous memory.  Its
+    library may also be another release's, which counts as none: the kernel's own would be that, too, had an owner of
+    that release swapped anything out.  A child's threads stay frozen after `swap_in`, until those of all run.
+    """
+
+    def __init__(self, capsule: Capsule, cuda: Cuda, child: int | None = None) -> None:
+        self._capsule, self._cuda, self._child = capsule, cuda, child
+
+    @property
+    def _pid(self) -> int:
+        return self._capsule.host_pid if self._child is None else self._child
 
     def amounts(self, timeout_s: float = _REPLY_SECONDS) -> Amounts:
         """Return the present amounts.  Raises `CudaError` when a library does not reply, `ProtocolVersion`.
@@ -168,14 +189,14 @@ class FastPath:
     def why_slow(self, on_device: int) -> str:
         """Return why the driver has to move most of the kernel's ``on_device`` bytes; "" if the library moves them."""
         try:
-            if not any(mapping.name.endswith(_LIBRARY) for mapping in procfs.maps(self._capsule.host_pid)):
-                return preload().why or 'the kernel was started with fast_path = "off"'
+            if not any(mapping.name.endswith(_LIBRARY) for mapping in procfs.maps(self._pid)):
+                return preload().why or _WITHOUT[self._child is not None]
             others = on_device - self.amounts().bytes
         except (OSError, CudaError, ProtocolVersion):  # the process ends, or is busy: the caller's next step reports it
             return ""
-        if others < max(_CONTEXT, on_device // 2):
+        if others < max(MUCH, on_device // 2):
             return ""
-        return f"{size(others)} are not from cudaMalloc (PyTorch: expandable_segments), or in small allocations"
+        return f"{size(others)} are shared with others, or in small allocations"
 
     def swapped_out(self) -> bool:
         """Return whether allocations are in host memory, so that the kernel's threads must not run.
@@ -190,11 +211,13 @@ class FastPath:
     def _published(self) -> _Published:
         """Return what the library publishes.  Raises `CudaError` if the process has ended, `ProtocolVersion`."""
         try:
-            published = _published(self._capsule.host_pid)
+            published = _published(self._pid)
         except PermissionError:  # threads that cannot be read cannot be frozen, either: nothing was ever swapped out
             return _NOTHING
         except OSError as error:
             raise CudaError("The kernel's memory cannot be read: its process has ended.") from error
+        if self._child is not None and published.version != _VERSION:
+            return _NOTHING
         _require_version(published.version)
         return published
 
@@ -231,9 +254,21 @@ class FastPath:
         that could call the driver.  Raises `CapsuleError` when one cannot be frozen in `FREEZE_SECONDS`; all run on.
         """
         if self.keeps_calls():
-            self._capsule.freeze_threads_in_driver()
+            self._capsule.freeze_threads_in_driver(child=self._child)
         else:
-            self._capsule.freeze_callers(FREEZE_SECONDS)
+            self._capsule.freeze_callers(FREEZE_SECONDS, child=self._child)
+
+    def drop_zero_pages(self) -> None:
+        """Give back the pages of zeros of a context that the driver has suspended: an image is smaller by them.
+
+        Nothing is done where the library is missing, busy, or another release's.
+        """
+        try:
+            with self._library(_REPLY_SECONDS) as library:
+                if library is not None:
+                    library.request("drop_zeros")
+        except (_Refused, ProtocolVersion) as error:
+            _log.info("Zeros of the suspended context stay in memory: %s", error)
 
     def close_launch_gate(self, lease_s: float = 0.0) -> None:
         """Have calls of the kernel that use the GPU wait before they enter the driver.
@@ -331,7 +366,7 @@ class FastPath:
         raises, nothing is swapped out.  *After failure* the kernel may be unlocked, and allocations swapped out:
         `swap_in` repairs that.
         """
-        pid = self._capsule.host_pid
+        pid = self._pid
         try:
             amounts, directory = self._prepare(choose_directory)
         except ProtocolVersion:
@@ -359,12 +394,12 @@ class FastPath:
             except _Refused as error:
                 _log.info("Device memory is left to the CUDA driver: %s", error)
             if not self.swapped_out():  # threads that own the driver's lock must release it before it can be locked
-                self._capsule.unfreeze_threads()
+                self._capsule.unfreeze_threads(child=self._child)
             self._cuda.lock(pid, lock_s)
             may_run = True
         finally:
             if may_run:
-                self._capsule.unfreeze_threads()
+                self._capsule.unfreeze_threads(child=self._child)
         return self.amounts().swapped_out
 
     def _prepare(self, choose_directory: Callable[[int], Path | None]) -> tuple[Amounts, Path | None]:
@@ -375,13 +410,14 @@ class FastPath:
         amounts = self.amounts()
         if not amounts.allocations or amounts.swapped_out:
             return amounts, None
-        directory = choose_directory(amounts.bytes)
+        directory = choose_directory(amounts.bytes) if self._child is None else None
         try:
-            os.close(self.create_extents(directory))
+            if self._child is None:
+                os.close(self.create_extents(directory))
         except (CapsuleError, OSError) as error:  # then the library uses anonymous memory, which CRIU dumps
             if directory is not None:
                 raise CapsuleError("The kernel cannot be given a directory for its device memory.") from error
-        self._capsule.freeze_threads(FREEZE_SECONDS)
+        self._capsule.freeze_threads(FREEZE_SECONDS, child=self._child)
         return amounts, directory
 
     def swap_out_frozen(self, *, timeout_s: float, choose_directory: Callable[[int], Path | None]) -> int:
@@ -437,11 +473,13 @@ class FastPath:
             raise _Refused("The kernel cannot be marked as frozen.") from error
 
     def _continue(self) -> None:
-        """Let the threads of a kernel run whose memory is on the device."""
+        """Let the threads of a kernel run whose memory is on the device; a child's run later, with all others."""
+        if self._child is not None:
+            return
         if (self._capsule.directory / HOST_MEMORY).exists():  # else it would be mounted now, which the kernel sees
             with contextlib.suppress(CapsuleError, OSError), self._host_memory() as memory:
                 os.unlink(FROZEN, dir_fd=memory)
-        self._capsule.unfreeze_threads()
+        self._capsule.unfreeze_threads(child=self._child)
 
     def swap_in(self, *, lock_s: float, timeout_s: float) -> None:
         """Bring all allocations back to the device and unlock the kernel: ``LOCKED -> RUNNING``.
@@ -450,7 +488,7 @@ class FastPath:
         kernel is suspended (`GpuFull` if the GPU has too little memory), or its threads are frozen and the library may
         still be working; another `swap_in` continues from there.
         """
-        pid = self._capsule.host_pid
+        pid = self._pid
         if not self.swapped_out():
             if self._state() is _State.READERS_DROPPED:
                 self.amounts(timeout_s)
@@ -463,7 +501,7 @@ class FastPath:
             if not opened:
                 self.open_launch_gate()
             return
-        self._capsule.freeze_threads(FREEZE_SECONDS, insist=True)
+        self._capsule.freeze_threads(FREEZE_SECONDS, insist=True, child=self._child)
         if self._cuda.state(pid) is CudaState.LOCKED:
             self._cuda.unlock(pid)
         try:
@@ -482,9 +520,9 @@ class FastPath:
 
     def _suspend_again(self, lock_s: float, timeout_s: float) -> None:
         """Have the driver suspend a kernel whose allocations could not be swapped in; the lock alone will do."""
-        pid = self._capsule.host_pid
+        pid = self._pid
         self._cuda.lock(pid, lock_s)
-        self._capsule.unfreeze_threads()
+        self._capsule.unfreeze_threads(child=self._child)
         self.freeze_for_driver()
         try:
             self._cuda.checkpoint(pid, timeout_s=timeout_s)
@@ -492,11 +530,11 @@ class FastPath:
             if "cuda_result" not in error.details or self._cuda.state(pid) is not CudaState.LOCKED:
                 raise
             _log.info("Only the CUDA driver's lock keeps the kernel from its memory: %s", error)
-            self._capsule.unfreeze_threads()
+            self._capsule.unfreeze_threads(child=self._child)
 
     def _log_blocked_threads(self) -> None:
         """Log the system calls in which the library's threads wait (proc_pid_syscall(5)), for the diagnosis."""
-        pid = self._capsule.host_pid
+        pid = self._pid
         with contextlib.suppress(*procfs.GONE):
             for tid in procfs.threads(pid):
                 with contextlib.suppress(OSError):
@@ -508,7 +546,7 @@ class FastPath:
     def _library(self, timeout_s: float) -> Iterator[_Library | None]:
         with contextlib.ExitStack() as resources:
             try:  # for the connection, and for the extents
-                resources.enter_context(descriptors.headroom(self._capsule.host_pid, _SHORT_SECONDS))
+                resources.enter_context(descriptors.headroom(self._pid, _SHORT_SECONDS))
             except LimitReached as error:
                 raise _Refused(error.message) from error
             connection = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -516,7 +554,7 @@ class FastPath:
             try:
                 directory = os.open(self._capsule.directory, os.O_DIRECTORY | os.O_CLOEXEC)
                 try:  # through the directory's descriptor: its path may be longer than a socket's name can be
-                    connection.connect(f"/proc/self/fd/{directory}/{SOCKET}")
+                    connection.connect(f"/proc/self/fd/{directory}/{self._socket()}")
                 finally:
                     os.close(directory)
             except (FileNotFoundError, ConnectionRefusedError):  # no library, or no call of CUDA yet
@@ -527,8 +565,21 @@ class FastPath:
                 raise _NoReply(message) from error
             library = _Library(connection)
             # Another release's library stays in its kernel as long as that lives.
-            _require_version(library.exchange("status").get("version"))
+            version = library.exchange("status").get("version") if self._is_own(connection) else None
+            if self._child is not None and version != _VERSION:
+                yield None
+                return
+            _require_version(version)
             yield library
+
+    def _socket(self) -> str:
+        """Return the name of the library's socket.  Raises `CapsuleError` if the child has ended."""
+        return SOCKET if self._child is None else f"{SOCKET}-{self._capsule.pid_inside(self._child)}"
+
+    def _is_own(self, connection: socket.socket) -> bool:
+        """Return whether the process itself listens, not one in a pid namespace of its own that has the same pid."""
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return self._child in (None, struct.unpack("3i", credentials)[0])
 
 
 class _Library:
@@ -655,15 +706,25 @@ def has_driver() -> bool:
     return Path("/proc/driver/nvidia").exists()
 
 
-def environment(directory: Path, env: dict[str, str], *, shares_gpus: bool = False) -> dict[str, str]:
+def environment(
+    directory: Path, env: Mapping[str, str], *, children: bool = True, shares_gpus: bool = False
+) -> dict[str, str]:
     """Return the variables that make a kernel preload the library; none where it cannot be used.
 
+    ``children``: whether the processes that the kernel starts preload it, too, which inherit these variables.
     ``shares_gpus``: an allocation that finds no free memory waits for its owner's answer before it fails.
     """
     found = preload() if has_driver() else Preload(None)
     name = str(directory / SOCKET)
     if found.path is None or len(os.fsencode(name)) >= _NAME:
         return {}
-    others = env.get("LD_PRELOAD", "")
-    shares = {_SHARES_VARIABLE: "1"} if shares_gpus else {}
-    return {VARIABLE: name, "LD_PRELOAD": f"{found.path}:{others}" if others else str(found.path), **shares}
+    others = [each for each in re.split("[ :]", env.get("LD_PRELOAD", "")) if each not in ("", str(found.path))]
+    variables = {VARIABLE: name, "LD_PRELOAD": ":".join([str(found.path), *others])}
+    variables[CHILDREN_VARIABLE] = name if children else ""
+    if children:
+        # A program that was built with -fsanitize=address refuses to run with another library before the sanitizer's.
+        options = [each for each in env.get(_ASAN, "").split(":") if each and not each.startswith(_ANY_ORDER)]
+        variables[_ASAN] = ":".join([*options, f"{_ANY_ORDER}=0"])
+    if shares_gpus:
+        variables[_SHARES_VARIABLE] = "1"
+    return variables

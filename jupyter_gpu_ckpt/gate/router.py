@@ -489,7 +489,7 @@ class Router:
         """Queue a cell that is marked as risky, and have a save point made before it; return whether it is one."""
         request = wire.read_request(self._verifier, channel, frames)
         code = request.content.get("code") if request.msg_type == "execute_request" else None
-        if not isinstance(code, str) or not code.lstrip().startswith(RISKY):
+        if not isinstance(code, str) or code.strip().partition("\n")[0].split() != [RISKY]:  # as `agent.unmarked`
             return False
         self.state = GateState.DRAINING  # as for a cell with a request: see `_pass_agent_requests`
         self._handle_request(request)

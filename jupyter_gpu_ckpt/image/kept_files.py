@@ -9,18 +9,20 @@ file that was not kept as it is now, if at all.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
-from ..errors import ImageDamaged
+from ..errors import ImageDamaged, MissingFile, NoSpace
 from ..files import clone
+from ..files.atomic import flush
 from .image import Image
 
 #: Shared memory is the kernel's, not a file of the user.
@@ -32,13 +34,18 @@ _SMALL = 16 << 20
 
 @dataclass(frozen=True)
 class KeptFile:
-    """A file as it was; ``copy``: the name of its copy, if there is one, and its hash.  ``mtime`` in ns."""
+    """A file as it was; ``copy``: the name of its copy, if there is one, and its hash.  ``mtime`` in ns.
+
+    ``owner``, ``group``: -1 if they are not known.
+    """
 
     bytes: int
     mtime: int
     mode: int
     copy: str = ""
     blake3: str = ""
+    owner: int = -1
+    group: int = -1
 
     @property
     def kept(self) -> bool:
@@ -47,32 +54,50 @@ class KeptFile:
 
 
 def keep(
-    files: Mapping[str, Mapping[str, Any]], more: Iterable[str], directory: Path, most: int
+    files: Mapping[str, Mapping[str, Any]], replaced: Iterable[str], directory: Path, most: int, free: int
 ) -> dict[str, KeptFile]:
-    """Copy the files of a fingerprint, and ``more``, to this directory; copies may cost ``most`` bytes together.
+    """Copy the files of a fingerprint, and those that are to be replaced after this, to this directory.
 
-    The processes that write to them are stopped.  A file that they write to, and that cannot be copied, is listed
-    without a copy.
+    The processes that write to them are stopped.  Copies may cost ``most`` bytes together, those of ``replaced`` files
+    all ``free`` bytes: nothing else has their content then.  Raises `NoSpace` or `MissingFile` if one of these cannot
+    be copied; any other file that the processes write to is listed without a copy then.
     """
     found: dict[str, KeptFile] = {}
     wanted = {path: facts for path, facts in files.items() if not facts.get("made")}
+    needed = dict.fromkeys(replaced)
     first = [path for path, facts in wanted.items() if facts.get("writes")]
-    for path in dict.fromkeys([*first, *more, *wanted]):
-        writes = path not in wanted or bool(wanted[path].get("writes"))
-        each = most if writes else min(most, 0 if wanted[path].get("code") else _SMALL)
+    for path in dict.fromkeys([*needed, *first, *wanted]):
+        writes = path in needed or bool(wanted[path].get("writes"))
+        limit = most if writes else min(most, 0 if wanted[path].get("code") else _SMALL)
         with contextlib.suppress(OSError, ValueError):
             facts = os.lstat(path)
             if not stat.S_ISREG(facts.st_mode):
                 continue
             cost, name = None, str(len(found))
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError) if path not in needed else _errors_mapped(path):
                 directory.mkdir(mode=0o700, exist_ok=True)
-                cost = clone.copy(Path(path), directory / name, each)
+                cost = clone.copy(Path(path), directory / name, free if path in needed else min(limit, free))
+                if cost is None and path in needed:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            free -= cost or 0
+            most -= 0 if path in needed else cost or 0
             if cost is not None or writes:
-                most -= cost or 0
                 copy = name if cost is not None else ""
-                found[path] = KeptFile(facts.st_size, facts.st_mtime_ns, stat.S_IMODE(facts.st_mode), copy)
+                mode, owners = stat.S_IMODE(facts.st_mode), (facts.st_uid, facts.st_gid)
+                found[path] = KeptFile(facts.st_size, facts.st_mtime_ns, mode, copy, "", *owners)
     return found
+
+
+@contextlib.contextmanager
+def _errors_mapped(path: str) -> Iterator[None]:
+    """Map errors of the copy of a file that is to be replaced."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace(f"There is no space for a copy of {path}, which is to be replaced.", path=path) from error
+        message = f"{path}, which is to be replaced, cannot be copied: {error.strerror}."
+        raise MissingFile(message, culprit=path) from error
 
 
 def hashed(files: Mapping[str, KeptFile], directory: Path) -> dict[str, dict[str, Any]]:
@@ -109,15 +134,18 @@ def differs(path: str, file: KeptFile) -> bool:
 
 
 def put_back(path: str, file: KeptFile, directory: Path) -> None:
-    """Replace the file at ``path``, atomically, by the kept one.  Raises `OSError`, `ImageDamaged`."""
+    """Replace the file at ``path``, atomically, by the kept one, as its owner's.  Raises `OSError`, `ImageDamaged`."""
     target = Path(path)
     draft = target.with_name(f".{target.name[:200]}-{secrets.token_hex(4)}")
     try:
         clone.copy(directory / file.copy, draft, file.bytes)
         if _hash(draft) != file.blake3:
             raise ImageDamaged(f"The copy of {path} is not what was saved.", path=path)
+        with contextlib.suppress(PermissionError):  # only root can, who works in directories of others
+            os.chown(draft, file.owner, file.group)
         draft.chmod(file.mode)
         os.utime(draft, ns=(file.mtime, file.mtime))
+        flush(draft)  # else a power failure may leave a file without content
         draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)

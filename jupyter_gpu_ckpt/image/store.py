@@ -326,6 +326,8 @@ class Store:
                     others = {*self.root.glob(f"{layout.DRAFT}*{layout.LINKS}")} - {journal}
                     links.remove_abandoned(journal, others, self._needed_links())
                 journal.unlink(missing_ok=True)
+                if not published.exists():
+                    layout.mark(published, layout.ASLEEP).unlink(missing_ok=True)
                 if path.is_dir():  # another sweep may have held the lock before
                     shutil.rmtree(path, ignore_errors=True)
                     swept += 1

@@ -73,8 +73,8 @@ class Launch:
 
     ``front`` is the connection info for clients, ``connection_file`` the path of it in ``cmd``, ``root`` the root
     directory of the server, if there is one, ``base`` the directory of the kernels' sockets.  ``fast_path``: whether
-    the kernel preloads the library for device memory, if it can.  ``branch``: what it starts from, if that is an image.
-    Times in seconds.
+    the kernel preloads the library for device memory, if it can: "auto" (its children, too), "kernel" or "off".
+    ``branch``: what it starts from, if that is an image.  Times in seconds.
     """
 
     cmd: list[str]
@@ -88,7 +88,7 @@ class Launch:
     outlive: bool
     start_timeout: float
     settings: LifecycleSettings
-    fast_path: bool = False
+    fast_path: str = "off"
     stdout: Any = None
     stderr: Any = None
     branch: BranchPoint | None = None
@@ -300,8 +300,9 @@ class KernelHost:
         # 1 turns ipykernel's parent poller off: the kernel's parent is its root process, which ends with it.
         env = {**launch.env, "JPY_PARENT_PID": "1"}
         notice = env.pop(NOTICE, "") if rewritten is None else ""
-        if launch.fast_path and rewritten is not None:  # a wrapper script would preload it in the kernel's place
-            env |= fastpath.environment(directory, env, shares_gpus=launch.settings.sharing != "off")
+        if launch.fast_path != "off" and rewritten is not None:  # a wrapper script would preload it in its place
+            shares = launch.settings.sharing != "off"
+            env |= fastpath.environment(directory, env, children=launch.fast_path == "auto", shares_gpus=shares)
         session = Session(
             kernel_id=self.kernel_id,
             kernel_name=launch.kernel_name,

@@ -13,10 +13,8 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
 import signal
 import subprocess
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -175,10 +173,11 @@ class GpuCkptProvisioner(LocalProvisioner):
     ).tag(config=True)
 
     fast_path = Enum(
-        ["auto", "off"],
+        ["auto", "kernel", "off"],
         "auto",
-        help="`auto`: kernels on a host with an NVIDIA GPU preload a library that moves their device memory at the "
-        "rate of the bus. `off`: the CUDA driver moves it, which is slower, and the threads of a suspended kernel "
+        help="`auto`: kernels on a host with an NVIDIA GPU, and the programs that they start, preload a library that "
+        "moves their device memory at the rate of the bus. `kernel`: those programs do not, for some that do not "
+        "bear LD_PRELOAD. `off`: the CUDA driver moves it, which is slower, and the threads of a suspended kernel "
         "stand still; a kernel that shares device memory with other processes (CUDA IPC) needs that.",
     ).tag(config=True)
     keep_chunks = Bool(
@@ -326,10 +325,9 @@ class GpuCkptProvisioner(LocalProvisioner):
             return find(await asyncio.to_thread(engine.store.images), self.kernel_id, name)
         if (own := lifecycle.image) is not None and lifecycle.state is State.CHECKPOINTED:
             return own
-        point = SavePoint(f"branch {time.strftime('%Y-%m-%d %H:%M:%S')} {secrets.token_hex(2)}", automatic=True)
 
         def save() -> Image:
-            return lifecycle.save(point, self.notebook())
+            return automatic_saves.save(lifecycle, automatic_saves.BRANCH, self.notebook())
 
         return await self._host.worker.verb("save for a branch", save)
 
@@ -423,7 +421,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         if event.kind == "failed":
             self.log.warning("Kernel %s: step %s failed: %s", self.kernel_id, event.step, event.code)
         elif event.kind == "completed":
-            self.log.debug("Kernel %s: %s in %.3f s", self.kernel_id, event.step, event.seconds)
+            parts = "".join(f", {name} {seconds:.3f}" for name, seconds in event.parts.items())
+            self.log.debug("Kernel %s: %s in %.3f s%s", self.kernel_id, event.step, event.seconds, parts)
 
     def _show_step(self, event: StepEvent) -> None:
         if self.agent_requests.panel is not None:
@@ -568,7 +567,7 @@ class GpuCkptProvisioner(LocalProvisioner):
                 kept_file_bytes=self.save_point_file_bytes,
                 automatic_save_points=self.automatic_save_points,
             ),
-            fast_path=self.fast_path == "auto",
+            fast_path=self.fast_path,
             stdout=kwargs.get("stdout"),
             stderr=kwargs.get("stderr"),
             branch=branch,

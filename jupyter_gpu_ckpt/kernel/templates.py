@@ -7,6 +7,7 @@ record of templates.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -19,7 +20,7 @@ from typing import Any
 
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
-from ..errors import BadRequest, GpuCkptError, TemplateNotFound
+from ..errors import BadRequest, GpuCkptError, ImageNotFound, TemplateNotFound
 from ..image import branch
 from ..image.branch import NewKernel
 from ..image.save_point import SavePoint
@@ -58,7 +59,7 @@ def create(store: Store, source: Image, name: str, *, accepts_differences: bool 
     After failure there is neither a kernelspec nor an image.  Raises `BadRequest` for a name that is taken or that no
     kernelspec can have, `NoSuchKernel` as `BadRequest`, and as `branching.BranchPlan.require` and `branch.copy`.
     """
-    manager = KernelSpecManager()
+    manager, name = KernelSpecManager(), name.lower()  # as it is installed, in the place of one with the same name
     if name in manager.find_kernel_specs():
         raise BadRequest(f"There is a kernelspec {name!r} already.", hint="Choose another name.")
     try:
@@ -103,15 +104,17 @@ def _install(manager: KernelSpecManager, name: str, document: dict[str, Any], re
 def remove(store: Store, name: str) -> Template:
     """Remove a template, its kernelspec and its image; kernels that have started from it are not changed.
 
-    Raises `TemplateNotFound`, and as `Store.remove`; the kernelspec is removed first.
+    Raises `TemplateNotFound`, and as `Store.remove`; the kernelspec is removed first.  An image that was deleted
+    before, as by `prune`, is not missed.
     """
-    found = {each.name: each for each in templates()}
+    found, name = {each.name: each for each in templates()}, name.lower()
     if name not in found:
         there = ", ".join(sorted(found)) or "none"
         raise TemplateNotFound(f"There is no template {name!r}; there are: {there}.")
     KernelSpecManager().remove_kernel_spec(name)
     try:
-        store.remove(store.get(found[name].image))
+        with contextlib.suppress(ImageNotFound):
+            store.remove(store.get(found[name].image))
     except GpuCkptError as error:
         error.left = "the kernelspec is removed, the image is not"
         raise

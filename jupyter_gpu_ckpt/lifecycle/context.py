@@ -294,9 +294,10 @@ class KernelState:
             return 0
         return draft.size() + attempt.dropped_bytes
 
-    def fast_path(self, capsule: Capsule | None = None) -> FastPath:
-        """Return the fast path of the kernel in ``capsule``, by default its own."""
-        return FastPath(capsule or self.require_capsule(), self.engine.cuda)
+    def fast_path(self, capsule: Capsule | None = None, pid: int | None = None) -> FastPath:
+        """Return the fast path of the kernel in ``capsule``, by default its own; or of process ``pid`` there."""
+        capsule = capsule or self.require_capsule()
+        return FastPath(capsule, self.engine.cuda, pid if pid != capsule.host_pid else None)
 
     def deadline(self, bytes: int) -> float:
         """Return the seconds that CRIU or the CUDA driver may take for so many bytes."""
@@ -320,8 +321,8 @@ class Attempt:
     save_point: SavePoint | None = None
     #: The notebook's document for the save point.
     notebook: bytes | None = None
-    #: Files to keep in the save point, besides those that the kernel has open.
-    also_keep: Sequence[str] = ()
+    #: Files that are to be replaced once this save point is there, which must keep them.
+    replaced: Sequence[str] = ()
     #: The save point of the state that the kernel goes back from; None for a wake.
     present: Image | None = None
     #: The files that a kernel that goes back gets.

@@ -1,7 +1,8 @@
 """The processes of a kernel that have CUDA state, moved together: all of them, or none.
 
-The kernel's own process is moved by the steps in `suspend` and `resume`, for its library can move its memory; its
-children, the functions here move by the driver alone.  A child may end at any moment, which is no failure.
+Each that has the library (`cuda.fastpath`) swaps its own allocations; the driver moves the rest.  It suspends and
+restores the children here, the kernel's own process by the steps in `suspend` and `resume`.  A child may end at any
+moment, which is no failure.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import TypeVar
 
 from .. import errors
 from ..cuda import refusals
 from ..cuda.cuda import Cuda, CudaState
-from ..cuda.fastpath import FREEZE_SECONDS, Amounts
+from ..cuda.fastpath import MUCH, SOCKET, Amounts
 from ..errors import GpuCkptError
 from .context import KernelState
 from .preflight import read_process
@@ -27,6 +29,9 @@ _GRACE = 5.0
 _LATE = 3.0
 #: How often processes that began to use CUDA during the lock of the others are locked, too.
 _ROUNDS = 5
+
+#: The driver's states in which a process has its device memory on the GPU.
+ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
 
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound=GpuCkptError)
@@ -91,8 +96,8 @@ def shared(kernel: KernelState) -> list[errors.UnsupportedCuda]:
     peers = [pid for pid in using if _unless_ended(kernel, pid, cuda.has_nccl_memory)]
     if len(peers) > 1:
         found.append(_nccl_peers(peers))
-    if len(using) > 1 and (count := amounts(kernel).shared):
-        message = f"The kernel has shared device memory ({count} allocations) with its child processes (CUDA IPC)."
+    if len(using) > 1 and (count := sum(amounts(kernel, pid).shared for pid in using)):
+        message = f"The kernel's processes share device memory ({count} allocations) with each other (CUDA IPC)."
         found.append(errors.SharedDeviceMemory(message))
     return found
 
@@ -103,16 +108,71 @@ def explained(
     """Return a refusal of the driver, for the kernel or its child ``pid``, by its reason where that is known."""
     own, engine, used = kernel.require_capsule().host_pid, kernel.engine, kernel.saved.device_bytes
     pid = own if pid is None else pid
-    managed = amounts(kernel).managed if pid == own else 0
+    managed = amounts(kernel, pid).managed
     return refusals.explained(refusal, pid, engine.cuda, engine.gpus, used, managed, at_lock=at_lock)
 
 
-def amounts(kernel: KernelState) -> Amounts:
-    """Return the amounts of the kernel's own library; none if it is busy, or of another release."""
+def amounts(kernel: KernelState, pid: int | None = None) -> Amounts:
+    """Return the amounts of the kernel's library, or of process ``pid``; none if it is busy, or another release's."""
     try:
-        return kernel.fast_path().amounts()
-    except (errors.CudaError, errors.ProtocolVersion):
+        return kernel.fast_path(pid=pid).amounts()
+    except (errors.CudaError, errors.ProtocolVersion, errors.CapsuleError):
         return Amounts()
+
+
+def slow_children(kernel: KernelState, used: Mapping[str, int]) -> list[str]:
+    """Return, for each child with much of the device memory that is ``used``, why the driver has to move that."""
+    own, found = kernel.require_capsule().host_pid, list[str]()
+    for pid in candidates(kernel) if sum(used.values()) > MUCH else ():
+        bytes, process = sum(kernel.engine.gpus.used_by(pid).values()), read_process(pid)
+        if pid != own and bytes > MUCH and process and (why := kernel.fast_path(pid=pid).why_slow(bytes)):
+            found.append(f"Device memory of {process.shown()} (pid {pid}) moves at the driver's own rate: {why}.")
+    return found
+
+
+def swapped_out(kernel: KernelState, pids: Iterable[int]) -> bool:
+    """Return whether memory of any of these processes is swapped out.  Raises as `FastPath.swapped_out`."""
+    return any(_unless_ended(kernel, pid, lambda pid: kernel.fast_path(pid=pid).swapped_out()) for pid in pids)
+
+
+def close_launch_gates(kernel: KernelState, pids: Iterable[int], lease_s: float = 0.0) -> None:
+    """Close the launch gates of these processes, as `FastPath.close_launch_gate`."""
+    _raise_first(kernel, _each(kernel, pids, lambda pid: kernel.fast_path(pid=pid).close_launch_gate(lease_s)))
+
+
+def drop_zero_pages(kernel: KernelState) -> None:
+    """Give back the zeros of the contexts that the driver has suspended, before a dump; see `FastPath`."""
+    suspended = [pid for pid, state in states(kernel).items() if state is CudaState.CHECKPOINTED]
+    _raise_first(kernel, _each(kernel, suspended, lambda pid: kernel.fast_path(pid=pid).drop_zero_pages()))
+
+
+def remove_stale_sockets(kernel: KernelState) -> None:
+    """Remove the sockets that the libraries of processes have left which were killed."""
+    capsule = kernel.require_capsule()
+    found = [*capsule.directory.glob(f"{SOCKET}-*")]  # first: of a process that begins meanwhile it is not in here
+    pids = [pid for pid in capsule.processes() if lives(pid)] if found else ()
+    living = [str(_unless_ended(kernel, pid, capsule.pid_inside)) for pid in pids]
+    for path in found:
+        if path.name.removeprefix(f"{SOCKET}-") not in living:
+            path.unlink(missing_ok=True)
+
+
+def swap_out(
+    kernel: KernelState, pids: Collection[int], *, timeout_s: float, choose_directory: Callable[[int], Path | None]
+) -> dict[int, int]:
+    """Have the libraries of locked processes swap out their memory, at the same time; return the bytes by process.
+
+    ``choose_directory``: of the kernel's own, as for `FastPath.swap_out`, which see also for a failure.
+    """
+    moved = dict.fromkeys(pids, 0)
+
+    def swap(pid: int) -> None:
+        moved[pid] = kernel.fast_path(pid=pid).swap_out(
+            lock_s=kernel.settings.cuda, timeout_s=timeout_s, choose_directory=choose_directory
+        )
+
+    _raise_first(kernel, _each(kernel, pids, swap))
+    return moved
 
 
 def lock(kernel: KernelState) -> list[int]:
@@ -182,21 +242,12 @@ def _unlock(cuda: Cuda, pids: Iterable[int], late: Iterable[int] = ()) -> None:
 def keep_from_driver(kernel: KernelState, pids: Iterable[int]) -> None:
     """Freeze the threads of locked processes that must not run while the driver has suspended these.
 
-    Of the kernel as `FastPath.freeze_for_driver`.  Its children's calls pass no launch gate that could be closed: of
-    them all threads that could call the driver.  They run again once the kernel is resumed.  *After failure* some may
-    be frozen.  Raises `KernelBusy` when a thread cannot be frozen.
+    As `FastPath.freeze_for_driver`.  They run again once the kernel is resumed.  *After failure* some may be frozen.
+    Raises `KernelBusy` when a thread cannot be frozen.
     """
-    capsule, own = kernel.require_capsule(), kernel.require_capsule().host_pid
-
-    def freeze(pid: int) -> None:
-        if pid == own:
-            kernel.fast_path().freeze_for_driver()
-        else:
-            capsule.freeze_callers(FREEZE_SECONDS, child=pid)
-
     for pid in pids:
         try:
-            _unless_ended(kernel, pid, freeze)
+            _unless_ended(kernel, pid, lambda pid: kernel.fast_path(pid=pid).freeze_for_driver())
         except errors.CapsuleError as error:
             message = "A thread cannot be stopped safely for as long as its CUDA state is suspended."
             hint = "It is in the C library or the CUDA driver all the time, or a debugger traces it: try again then."
@@ -220,20 +271,18 @@ def checkpoint(kernel: KernelState, children: Iterable[int], timeout_s: float) -
 def resume_children(kernel: KernelState, gpu_mapping: Mapping[str, str] | None, timeout_s: float) -> None:
     """Bring the children of the kernel back to the GPU, whatever was done of that before.  Raises `CudaError`.
 
-    Call it inside a reservation for all of them, as `Cuda.restore`.
+    Call it inside a reservation for all of them, as `Cuda.restore`.  Frozen threads stay so.
     """
     cuda, own = kernel.engine.cuda, kernel.require_capsule().host_pid
-    children = {pid: state for pid, state in states(kernel).items() if pid != own and state is not CudaState.RUNNING}
+    children = {pid: state for pid, state in states(kernel).items() if pid != own}
     kernel.restored_on_gpu = kernel.restored_on_gpu or CudaState.CHECKPOINTED in children.values()
 
     def resume(pid: int) -> None:
-        if children[pid] is not CudaState.LOCKED:
+        if children[pid] not in ON_GPU:
             cuda.restore(pid, gpu_mapping, timeout_s=timeout_s)
-        cuda.unlock(pid)
+        kernel.fast_path(pid=pid).swap_in(lock_s=kernel.settings.cuda, timeout_s=timeout_s)
 
-    for pid, failure in _each(kernel, children, resume).items():
-        if failure is not None:
-            raise _named(kernel, pid, failure)
+    _raise_first(kernel, _each(kernel, children, resume))
 
 
 # -- one process
@@ -275,6 +324,13 @@ def _each(kernel: KernelState, pids: Iterable[int], call: Callable[[int], object
         others = pool.map(error_of, pids[1:])
         outcomes = dict(zip(pids, [*map(error_of, pids[:1]), *others], strict=True))  # one needs no thread
     return {pid: error for pid, (failed, error) in outcomes.items() if failed}
+
+
+def _raise_first(kernel: KernelState, failed: Mapping[int, GpuCkptError | None]) -> None:
+    """Raise the first of the errors of `_each`, if there is one."""
+    for pid, failure in failed.items():
+        if failure is not None:
+            raise _named(kernel, pid, failure)
 
 
 def _named(kernel: KernelState, pid: int, error: _E) -> _E:

@@ -98,6 +98,8 @@ def dump(attempt: Attempt) -> None:
     """Write everything of an image but its manifest; the processes stay stopped."""
     kernel, root = attempt.kernel, attempt.kernel.engine.store.root
     _suspend_warm(kernel)
+    with attempt.traced.part("drop_zeros"):
+        cuda_processes.drop_zero_pages(kernel)
     bytes = host_memory.resident(kernel)  # device memory is host memory by now
     attempt.clocks = kernel.require_capsule().clocks()
     needed = _needed(kernel, bytes)
@@ -227,8 +229,8 @@ def _keep_files(attempt: Attempt, draft: Draft) -> None:
         return
     shared = (attempt.kernel.saved.report.get("summary") or {}).get("shared") or []
     files = {path: facts for path, facts in attempt.fingerprint.get("files", {}).items() if path not in shared}
-    most = min(attempt.kernel.settings.kept_file_bytes, max(0, attempt.kernel.engine.store.free() - preflight.MARGIN))
-    attempt.kept = kept_files.keep(files, attempt.also_keep, draft.criu_directory / layout.KEPT, most)
+    most, free = attempt.kernel.settings.kept_file_bytes, max(0, attempt.kernel.engine.store.free() - preflight.MARGIN)
+    attempt.kept = kept_files.keep(files, attempt.replaced, draft.criu_directory / layout.KEPT, most, free)
 
 
 @contextlib.contextmanager

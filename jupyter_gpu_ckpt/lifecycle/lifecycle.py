@@ -159,7 +159,7 @@ class Lifecycle:
             then = going_back.check(kernel, point, files)
             before_name = going_back.automatic_name("before going back", store.images(), self.home.kernel_id)
             before = SavePoint(before_name, automatic=True)
-            options: dict[str, Any] = {"save_point": before, "notebook": notebook, "also_keep": then}
+            options: dict[str, Any] = {"save_point": before, "notebook": notebook, "replaced": then}
             self._perform(Move.CHECKPOINT, State.CHECKPOINTED, **options)
             present = kernel.image
             assert present is not None

@@ -19,9 +19,6 @@ from .suspend import open_gate, request_agent
 
 _log = logging.getLogger(__name__)
 
-#: The driver's states in which a process has its device memory on the GPU.
-_ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
-
 
 def reserve(attempt: Attempt) -> None:
     """Prove that the GPU has enough free memory, and reserve it until the driver has done its part."""
@@ -68,8 +65,10 @@ def _is_on_gpu(kernel: KernelState) -> bool:
     """Return whether the device memory is back: an earlier try may have ended between restore and unlock."""
     if kernel.capsule is None:
         return False
-    on_gpu = all(state in _ON_GPU for state in cuda_processes.states(kernel).values())
-    return on_gpu and not kernel.fast_path().swapped_out()
+    states = cuda_processes.states(kernel)
+    if any(state not in cuda_processes.ON_GPU for state in states.values()):
+        return False
+    return not cuda_processes.swapped_out(kernel, {kernel.capsule.host_pid, *states})
 
 
 def cuda_resume(attempt: Attempt) -> None:
@@ -84,14 +83,20 @@ def cuda_resume(attempt: Attempt) -> None:
         kernel.admission.renew()
     with _reservation(attempt) if missing else contextlib.nullcontext():
         capsule, deadline = kernel.require_capsule(), kernel.deadline(attempt.traced.bytes)
-        cuda_processes.resume_children(kernel, attempt.gpu_mapping, deadline)
-        if (state := kernel.engine.cuda.state(capsule.host_pid)) not in (*_ON_GPU, CudaState.NONE):
-            kernel.restored_on_gpu = True
-            kernel.engine.cuda.restore(capsule.host_pid, attempt.gpu_mapping, timeout_s=deadline)
-        if state is not CudaState.NONE:
-            kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
-        else:
-            kernel.fast_path().open_launch_gate()
+        kernel.fast_path().swapped_out()  # raises first if an owner of another release has suspended the processes
+        part = attempt.traced.part
+        with part("children"):
+            cuda_processes.resume_children(kernel, attempt.gpu_mapping, deadline)
+        with part("driver"):
+            state = kernel.engine.cuda.state(capsule.host_pid)
+            if state not in (*cuda_processes.ON_GPU, CudaState.NONE):
+                kernel.restored_on_gpu = True
+                kernel.engine.cuda.restore(capsule.host_pid, attempt.gpu_mapping, timeout_s=deadline)
+        with part("swap_in"):
+            if state is not CudaState.NONE:
+                kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
+            else:
+                kernel.fast_path().open_launch_gate()
         capsule.unfreeze_threads(all=not attempt.alone)
         host_memory.end_spill(kernel)
         kernel.saved.cuda = kernel.serves_off_gpu = False
@@ -205,10 +210,10 @@ def supersede_images(kernel: KernelState) -> None:
 
 def repair(kernel: KernelState, capsule: Capsule) -> State:
     """Return the state of a kernel whose owner ended, RUNNING or SUSPENDED; repair what is half done."""
-    pid, fast_path = capsule.host_pid, kernel.fast_path(capsule)
+    fast_path = kernel.fast_path(capsule)
     states = cuda_processes.states(kernel)
-    state = states.get(pid)
-    warm, frozen = state is CudaState.LOCKED and fast_path.swapped_out(), fast_path.is_frozen()
+    locked = [each for each in states if states[each] is CudaState.LOCKED]
+    warm, frozen = cuda_processes.swapped_out(kernel, locked), fast_path.is_frozen()
     kernel.spill_directory = fast_path.disk_directory()
     if CudaState.CHECKPOINTED in states.values() or warm or frozen:
         # How much device memory it had is not known any more; the memory of the processes and the files of its
@@ -222,7 +227,7 @@ def repair(kernel: KernelState, capsule: Capsule) -> State:
             kernel.refusal = cuda_processes.explained(kernel, refusal, at_lock=True)
         return State.SUSPENDED
     deadline = kernel.deadline(host_memory.spilled_bytes(kernel))
-    cuda_processes.resume_children(kernel, None, deadline)  # only locked ones
+    cuda_processes.resume_children(kernel, None, deadline)  # none that is suspended
     fast_path.swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
     capsule.unfreeze_threads(all=True)
     host_memory.end_spill(kernel)

@@ -68,6 +68,7 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
     own = kernel.engine.gpus.used_by(capsule.host_pid) if device_bytes else {}
     if own and (why := kernel.fast_path().why_slow(sum(own.values()))):
         found.append(PreflightFinding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
+    found += [PreflightFinding("DRIVERS_RATE", text) for text in cuda_processes.slow_children(kernel, device_bytes)]
     return found
 
 
@@ -216,34 +217,36 @@ def cuda_suspend(attempt: Attempt) -> None:
     """Move all CUDA state of the kernel and its children to host memory, or to the disk."""
     kernel, settings, saved = attempt.kernel, attempt.kernel.settings, attempt.kernel.saved
     capsule, cuda, gpus = kernel.require_capsule(), kernel.engine.cuda, kernel.engine.gpus
-    pid = capsule.host_pid
-    using = [*cuda_processes.states(kernel)]
-    if attempt.goal is State.OFF_GPU:
-        # No step before has begun the facts of this suspend: the kernel is not quiesced.
-        saved = kernel.saved = Saved(saved.report)
-        kernel.refusal = None
-        if using != [pid]:
-            message = (
-                "Other processes of the kernel use the GPU, or none does; their calls do not wait at its launch gate."
-            )
-            raise errors.UnsupportedCuda(message)
-    if pid not in using:
-        refuse_device_files(kernel)
-    if not using:
-        return
-    saved.device_bytes = gpus.used_by(*using)
-    saved.node_gpus = [gpu.uuid for gpu in gpus.list()]
-    kernel.inherited = cuda_processes.inherited_files(kernel, using)
-    kernel.serves_off_gpu = attempt.goal is State.OFF_GPU
+    pid, part = capsule.host_pid, attempt.traced.part
+    with part("inspect"):
+        cuda_processes.remove_stale_sockets(kernel)
+        using = [*cuda_processes.states(kernel)]
+        if attempt.goal is State.OFF_GPU:
+            # No step before has begun the facts of this suspend: the kernel is not quiesced.
+            saved = kernel.saved = Saved(saved.report)
+            kernel.refusal = None
+            if using != [pid]:
+                message = "Other processes of the kernel use the GPU, or none does; "
+                message += "their calls do not wait at its launch gate."
+                raise errors.UnsupportedCuda(message)
+        if pid not in using:
+            refuse_device_files(kernel)
+        if not using:
+            return
+        saved.device_bytes = gpus.used_by(*using)
+        saved.node_gpus = [gpu.uuid for gpu in gpus.list()]
+        kernel.inherited = cuda_processes.inherited_files(kernel, using)
+        kernel.serves_off_gpu = attempt.goal is State.OFF_GPU
     try:
         unlockable = None
-        if pid in using:
-            kernel.fast_path().close_launch_gate(_LOCKS * settings.cuda)
+        with part("lock"):
+            cuda_processes.close_launch_gates(kernel, using, _LOCKS * settings.cuda)
         if attempt.goal is State.OFF_GPU and not kernel.fast_path().launch_gate_is_closed():
             message = "The kernel has no launch gate (fast_path): its calls would wait in the driver, with its cells."
             raise errors.UnsupportedCuda(message)
         try:
-            locked = cuda_processes.lock(kernel)
+            with part("lock"):
+                locked = cuda_processes.lock(kernel)
         except errors.UnsupportedCuda as error:
             if attempt.goal is not State.SUSPENDED or using != [pid]:
                 raise
@@ -259,27 +262,30 @@ def cuda_suspend(attempt: Attempt) -> None:
                 raise unlockable
             saved.cuda, kernel.refusal = True, unlockable
             return
-        moved = 0
-        if pid in locked:
-            moved = kernel.fast_path().swap_out(lock_s=settings.cuda, timeout_s=deadline, choose_directory=choose)
+        if children := [each for each in locked if each != pid]:  # theirs cannot go to the disk
+            host_memory.require_memory(sum(gpus.used_by(*children).values()))
+        with part("swap_out"):
+            swapped = cuda_processes.swap_out(kernel, locked, timeout_s=deadline, choose_directory=choose)
+        moved = swapped.get(pid, 0)
         if not moved:
             host_memory.end_spill(kernel)
         # If allocations that were to go to the disk were not swapped out: the driver moves them to host memory.
-        host_memory.require_memory(max(0, total - moved))
+        host_memory.require_memory(max(0, total - sum(swapped.values())))
         warm = settings.warm and moved > 0 and attempt.goal is State.SUSPENDED
-        if pid in locked:
-            # For good, and before the driver suspends: some calls do not wait at its lock, and then end the process.
-            kernel.fast_path().close_launch_gate()
-        cuda_processes.keep_from_driver(kernel, [each for each in locked if each != pid or not warm])
-        cuda_processes.checkpoint(kernel, [each for each in locked if each != pid], deadline)
-        if pid in locked and not warm:  # else the lock alone keeps the kernel from CUDA
-            try:
-                driver_checkpoint(kernel, deadline)
-            except errors.UnsupportedCuda as refusal:
-                if cuda.state(pid) is not CudaState.LOCKED or not moved or attempt.goal is not State.SUSPENDED:
-                    raise
-                capsule.unfreeze_threads()  # the lock alone does here, too
-                kernel.refusal = refusal
+        # For good, and before the driver suspends: some calls do not wait at its lock, and then end the process.
+        with part("freeze"):
+            cuda_processes.close_launch_gates(kernel, locked)
+            cuda_processes.keep_from_driver(kernel, [each for each in locked if each != pid or not warm])
+        with part("driver"):
+            cuda_processes.checkpoint(kernel, children, deadline)
+            if pid in locked and not warm:  # else the lock alone keeps the kernel from CUDA
+                try:
+                    driver_checkpoint(kernel, deadline)
+                except errors.UnsupportedCuda as refusal:
+                    if cuda.state(pid) is not CudaState.LOCKED or not moved or attempt.goal is not State.SUSPENDED:
+                        raise
+                    capsule.unfreeze_threads()  # the lock alone does here, too
+                    kernel.refusal = refusal
     except (GpuCkptError, OSError) as error:
         # Nobody knows how far the driver came (its helper may have ended after the work was done), and the way back
         # needs proof of free memory: so the undo of this step inspects the process and completes the way back.

@@ -52,18 +52,21 @@ class Branches:
             options = {"path": path, "env": sessions.get_kernel_env(path, PurePosixPath(path).name)}
         elif (cwd := getattr(kernel.provisioner, "cwd", None)) is not None:
             options = {"cwd": cwd}
+        started = ""
         try:
-            started: str = await kernels.start_kernel(kernel_name=kernel.kernel_name, branch_of=point, **options)
+            started = await kernels.start_kernel(kernel_name=kernel.kernel_name, branch_of=point, **options)
+            fresh: Any = kernels.get_kernel(started)
+            fresh.execution_state = "idle"  # it said so before anybody listened
+            if path:
+                name = PurePosixPath(path).name
+                await sessions.create_session(path=path, name=name, type="notebook", kernel_id=started)
         except BaseException:
+            if started in kernels:
+                await kernels.shutdown_kernel(started, now=True)
             if path:
                 with contextlib.suppress(HTTPError, OSError):
                     await ensure_async(self._app.contents_manager.delete(path))
             raise
-        fresh: Any = kernels.get_kernel(started)
-        fresh.execution_state = "idle"  # it said so before anybody listened
-        if path:
-            name = PurePosixPath(path).name
-            await sessions.create_session(path=path, name=name, type="notebook", kernel_id=started)
         self.started[started] = Branch(started, path)
         return started
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from jupyter_server.serverapp import ServerApp
@@ -51,7 +52,7 @@ def document_for_threads(serverapp: ServerApp, kernel_id: str) -> Callable[[], b
         future = asyncio.run_coroutine_threadsafe(document(serverapp, kernel_id), loop.asyncio_loop)
         try:
             return future.result(_TIMEOUT)
-        except TimeoutError:
+        except FutureTimeout:  # not the builtin class until Python 3.11
             future.cancel()
             return None
 

@@ -208,11 +208,14 @@ class Exchange:
             before = member.participant
             if again.move and not self._has_memory(before, again, snapshot):
                 return None
-            member.update(lambda participant: participant.granted(again.gpus, again.turn, time.monotonic()))
-            if again.move and self._is_contested(member.participant, snapshot):
-                member.update(lambda _: before)
-                return None
-            return again
+            counts = False
+            try:
+                member.update(lambda participant: participant.granted(again.gpus, again.turn, time.monotonic()))
+                counts = not again.move or not self._is_contested(member.participant, snapshot)
+            finally:  # whether it is contested may not be known: then it is no claim either
+                if not counts:
+                    member.update(lambda _: before)
+            return again if counts else None
 
     def _locks(self, locks: ExitStack, gpus: tuple[str, ...]) -> bool:
         """Lock claims of these GPUs; return whether to go on.
@@ -320,22 +323,36 @@ class Exchange:
             self._poked.clear()
             try:
                 now = time.monotonic()
-                for member in [*self._members.values()]:
-                    with suppress(GpuCkptError):  # it ends, or its verb is under way
-                        member.kernel.observe(now)
-                    member.beat()
+                failure = self._observe(now)
                 before, stamp = stamp, self._stamp()
                 due = self._decisions.next_at is not None and now >= self._decisions.next_at
                 if poked or due or stamp != before or now - read_at >= READ_S:
                     read_at = now
                     self._decide()
                 self._act()
+                if failure is not None:
+                    raise failure
                 self._failing = False
             except Exception as error:
                 if not self._failing:  # the first of consecutive failures
                     trace = None if isinstance(error, GpuCkptError | OSError) else error
                     _log.warning("GPUs cannot be shared now; it is tried again: %s", error, exc_info=trace)
                 self._failing = True
+
+    def _observe(self, now: float) -> Exception | None:
+        """Bring all members up to date and show that they live, also those beside one that fails; return why it does.
+
+        Raises `OSError` where the directory cannot be used.
+        """
+        failure = None
+        for member in [*self._members.values()]:
+            try:
+                with suppress(GpuCkptError):  # it ends, or its verb is under way
+                    member.kernel.observe(now)
+            except Exception as error:
+                failure = error
+            member.beat()
+        return failure
 
     def _stamp(self) -> int:
         return os.stat(self.directory).st_mtime_ns

@@ -1,11 +1,13 @@
 """Device memory to host memory and back, by size: ``python scripts/bench/fastpath.py [OPTIONS] [GIB ...]``.
 
 For each size a kernel with the library, one that is suspended warm besides (``warm_suspend``), and one without the
-library (``fast_path=off``) hold the same tensors and are suspended and resumed; each figure is the median of `ROUNDS`.
-"GPU free" counts from the request to the moment at which the GPU has none of it (warm: none of the tensors), with
-everything the kernel is asked before; "back" to the moment at which the kernel runs.  Then the steady state: a training
-step, and a loop that allocates, in both kernels in turns.  At last the whole way to the disk and back of `TO_DISK` GiB,
-beside what that disk writes and reads by itself; and another checkpoint after a twentieth of the tensors has changed.
+library (``fast_path=off``) hold the same tensors and are suspended and resumed; with ``--kinds`` also kernels that get
+their memory in other ways (PyTorch's expandable segments and cudaMallocAsync backend, JAX). Each figure is the median
+of `ROUNDS`. "GPU free" counts from the request to the moment at which the GPU has none of it (warm: none of the
+tensors), with everything the kernel is asked before; "back" to the moment at which the kernel runs. Then the steady
+state: a training step, and a loop that allocates, in both kernels in turns. At last the whole way to the disk and
+back of `TO_DISK` GiB, beside what that disk writes and reads by itself; and another checkpoint after a twentieth of
+the tensors has changed.
 Writes ``fastpath-bench.json`` below ``$OUT`` when that is set.
 """
 
@@ -22,8 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
@@ -34,7 +38,6 @@ from jupyter_gpu_ckpt.lifecycle import host_memory
 
 ROUNDS = 5
 SIZES = (1, 4, 16, 48)
-KINDS = ("library", "warm", "driver")
 #: The driver alone is slow, and needs the host memory twice: no more than this, and fewer rounds.
 DRIVER_MOST, DRIVER_ROUNDS = 16, 3
 TO_DISK = 16
@@ -46,8 +49,49 @@ import torch
 x = [torch.randint(-1 << 62, 1 << 62, (1 << 24,), device='cuda') for _ in range(8 * {gib})]  # of 128 MiB
 torch.cuda.synchronize()
 """
-CHANGE = "for t in x[: len(x) // 20]: t += 1\ntorch.cuda.synchronize()"
 SUM = "print([int(t.sum()) for t in x[::5]])"
+#: Without preallocation JAX's own pool grows by what is asked for.
+FILL_JAX = """
+import jax, jax.numpy as jnp
+jax.config.update('jax_enable_x64', True)
+key = jax.random.PRNGKey(7)
+x = [jax.random.randint(jax.random.fold_in(key, n), (1 << 24,), -1 << 62, 1 << 62, 'int64') for n in range(8 * {gib})]
+jax.block_until_ready(x)
+"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kernel to measure: its provisioner's traits, its environment, and the program that fills the GPU."""
+
+    traits: dict[str, Any]
+    environment: dict[str, str] = field(default_factory=dict)
+    fill: str = FILL
+    rounds: int = ROUNDS
+    most: int = 1 << 30  #: GiB
+
+
+def _library(fill: str = FILL, **environment: str) -> Kind:
+    return Kind({"fast_path": "auto"}, environment, fill)
+
+
+KINDS = {
+    "library": _library(),
+    "warm": Kind({"fast_path": "auto", "warm_suspend": True}),
+    "driver": Kind({"fast_path": "off"}, rounds=DRIVER_ROUNDS, most=DRIVER_MOST),
+    "async": _library(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync"),
+    "async-driver": Kind(
+        {"fast_path": "off"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
+        rounds=DRIVER_ROUNDS,
+        most=DRIVER_MOST,
+    ),
+    "expandable": _library(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
+    "jax": _library(FILL_JAX, XLA_PYTHON_CLIENT_PREALLOCATE="false"),
+    "jax-preallocated": _library(FILL_JAX),  # three quarters of the card, with so much of them in use
+}
+DEFAULT = ["library", "warm", "driver"]
+CHANGE = "for t in x[: len(x) // 20]: t += 1\ntorch.cuda.synchronize()"
 TRAINING = """
 import time, torch
 if 'model' not in globals():
@@ -102,13 +146,13 @@ async def peak(kernel: Any) -> int:
     return most - before
 
 
-async def tier(kernel: Any, gib: int, rounds: int) -> dict[str, Any]:
+async def tier(kernel: Any, gib: int, kind: Kind) -> dict[str, Any]:
     """Suspend and resume; seconds of each."""
-    await kernel.run(FILL.format(gib=gib), timeout=120)
+    await kernel.run(kind.fill.format(gib=gib), timeout=120)
     total = await kernel.run(SUM, timeout=120)
     figures: dict[str, Any] = {"free": [], "back": [], "resumed": []}
     held = sum(host_memory.device_bytes(kernel.lifecycle.kernel).values())
-    for _ in range(rounds):
+    for _ in range(kind.rounds):
         await asyncio.sleep(1)  # what the last round gives back is not this one's
         kernel.steps.events.clear()
         began = time.time()
@@ -116,10 +160,12 @@ async def tier(kernel: Any, gib: int, rounds: int) -> dict[str, Any]:
         done = {event.step: event for event in kernel.steps.completed()}
         figures["free"].append(done["cuda_suspend"].at - began)
         figures["steps"] = {step: event.seconds for step, event in done.items()}
+        figures["parts"] = {f"out {name}": seconds for name, seconds in done["cuda_suspend"].parts.items()}
         began = time.time()
         await kernel.provisioner.resume()
         done = {event.step: event for event in kernel.steps.completed()}
         figures["back"].append(done["cuda_resume"].at - began)
+        figures["parts"] |= {f"back {name}": seconds for name, seconds in done["cuda_resume"].parts.items()}
         figures["resumed"].append(time.time() - began)
         if await kernel.run(SUM, timeout=120) != total:
             raise AssertionError("the tensors differ")
@@ -131,25 +177,24 @@ async def tier(kernel: Any, gib: int, rounds: int) -> dict[str, Any]:
 async def sizes(place: Path, base: Path, wanted: list[int], kinds: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for gib in wanted:
-        for name, traits, rounds in (
-            ("library", {"fast_path": "auto"}, ROUNDS),
-            ("warm", {"fast_path": "auto", "warm_suspend": True}, ROUNDS),
-            ("driver", {"fast_path": "off"}, DRIVER_ROUNDS),
-        ):
-            if name not in kinds or (name == "driver" and gib > DRIVER_MOST):
+        for name in kinds:
+            kind = KINDS[name]
+            if gib > kind.most:
                 continue
             home = place / f"{name}-{gib}"
             home.mkdir()
-            async with notebook(home, base, **traits) as kernel:
-                found[f"{gib} {name}"] = await tier(kernel, gib, rounds)
+            with mock.patch.dict(os.environ, kind.environment):
+                async with notebook(home, base, **kind.traits) as kernel:
+                    found[f"{gib} {name}"] = await tier(kernel, gib, kind)
             shutil.rmtree(home)
             figures = found[f"{gib} {name}"]
             line = "  ".join(f"{key} {statistics.median(figures[key]):.3f} s" for key in ("free", "back", "resumed"))
             print(
-                f"{gib:4} GiB  {name:8} {line}  host memory - device memory {figures['host_over'] / 2**20:.0f} MiB",
+                f"{gib:4} GiB  {name:12} {line}  host memory - device memory {figures['host_over'] / 2**20:.0f} MiB",
                 flush=True,
             )
-            print("     ", " ".join(f"{step} {seconds:.3f}" for step, seconds in figures["steps"].items()), flush=True)
+            for key in ("steps", "parts"):  # of the last round
+                print("     ", " ".join(f"{name} {seconds:.3f}" for name, seconds in figures[key].items()), flush=True)
     return found
 
 
@@ -266,6 +311,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Device memory to host memory and back, by size; and to the disk.")
     parser.add_argument("--sizes-only", action="store_true", help="neither the steady state nor the disk")
     parser.add_argument("gib", nargs="*", type=int, default=SIZES, metavar="GIB", help="by default %(default)s")
-    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="which kernels (all)")
+    parser.add_argument("--kinds", nargs="+", default=DEFAULT, choices=list(KINDS), help="which kernels")
     arguments = parser.parse_args()
     main(list(arguments.gib), arguments.kinds, sizes_only=arguments.sizes_only)

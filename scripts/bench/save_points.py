@@ -1,12 +1,16 @@
-"""Save points of a kernel without device memory: ``python scripts/bench/save_points.py``.
+"""Save points: ``python scripts/bench/save_points.py [--gib N] [--rounds N] [--images DIRECTORY]``.
+
+Of a kernel without device memory, or of one with so many GiB of PyTorch's tensors on a GPU.
 
 The pause of a save: the seconds for which a cell that is sent at its begin waits, and those for which the kernel's
 threads stand still.  Going back: from the request, through the save of the present state, to the first output of a
-cell that is sent at once.
+cell that is sent at once, which uses the device memory.  A branch: from the start of another kernel from the save
+point, as a template does it, to its first output; its kernel lives beside it.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import shutil
 import statistics
@@ -17,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
-from harness import notebook
+from harness import branch_of, notebook
 from kernel import first_output
 from limits import MISSED
 
@@ -39,16 +43,24 @@ def watch():
         longest, before = max(longest, now - before), now
 threading.Thread(target=watch, daemon=True).start()
 """
+#: Tensors of 1 GiB, no two bytes of which compress well, and a cell that needs all of them.
+DEVICE = "import torch; x = [torch.randn(1 << 28, device='cuda') for _ in range({gib})]; torch.cuda.synchronize()"
+USED = "print(sum(each[::4096].sum().item() for each in x))"
 #: The steps of a save between which and which the kernel is not served.
 _FIRST, _LAST = "drain", "release"
 
 
-async def rounds(root: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    figures: dict[str, list[float]] = {"pause": [], "stop": [], "save": [], "back": [], "image MB": []}
+async def rounds(root: Path, options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    figures: dict[str, list[float]] = {name: [] for name in ("pause", "stop", "save", "back", "branch", "image MB")}
     steps: dict[str, list[float]] = {}
-    async with notebook(root, root / "run") as kernel:
+    traits = {"image_dir": str(options.images)} if options.images else {}
+    cell = USED if options.gib else "print(longest)"
+    async with notebook(root, root / "run", **traits) as kernel:
+        if options.gib:
+            await kernel.run(DEVICE.format(gib=options.gib), timeout=120)
         await kernel.run(WATCH)
-        for number in range(ROUNDS):
+        for number in range(options.rounds):
+            expected = await kernel.run(USED) if options.gib else ""
             await kernel.run("longest = 0.0")
             kernel.steps.events.clear()
             began = time.perf_counter()
@@ -65,24 +77,37 @@ async def rounds(root: Path) -> tuple[dict[str, list[float]], dict[str, list[flo
             while kernel.provisioner.gate.state is GateState.OPEN:  # a cell that is sent now would run before
                 await asyncio.sleep(0.001)
             waited = time.perf_counter() - began
-            figures["back"].append(waited + await first_output(kernel, "print(longest)"))
+            figures["back"].append(waited + await first_output(kernel, cell))
             before = await went
+            if options.gib:
+                assert await kernel.run(USED) == expected, "it went back to other device memory"
+            began = time.perf_counter()
+            async with branch_of(point.id, kernel, root / f"branch{number}", accepts_differences=True) as branch:
+                await branch.run(cell)
+                figures["branch"].append(time.perf_counter() - began)
             for image in (point, before):
                 kernel.lifecycle.engine.store.remove(image)
     return figures, steps
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gib", type=int, default=0, help="of device memory")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--images", type=Path, help="the image directory")
+    options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="gpu-ckpt-bench-"))
     try:
-        figures, steps = asyncio.run(rounds(root))
+        figures, steps = asyncio.run(rounds(root, options))
     finally:
         shutil.rmtree(root, ignore_errors=True)
     middle = {name: statistics.median(values) for name, values in figures.items()}
-    print(f"A kernel of {middle['image MB']:.0f} MB, median (largest) of {ROUNDS}:")
-    for name in ("pause", "stop", "save", "back"):
+    print(f"A kernel of {middle['image MB']:.0f} MB, median (largest) of {options.rounds}:")
+    for name in ("pause", "stop", "save", "back", "branch"):
         print(f"  {name:6} {middle[name]:.3f} s ({max(figures[name]):.3f} s)")
     print("  a save:", ", ".join(f"{step} {statistics.median(each):.3f}" for step, each in steps.items()))
+    if options.gib:
+        return 0
     missed = middle["pause"] > PAUSE or middle["back"] > BACK
     if missed:
         print(f"MISSED: a pause of {PAUSE} s and {BACK} s until the first output after going back were wanted")

@@ -30,9 +30,9 @@ from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard
 from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.errors import CriuKilled, KernelBusy
-from jupyter_gpu_ckpt.process import ptrace, reapply
+from jupyter_gpu_ckpt.process import ptrace, reapply, syscall_restart
 from jupyter_gpu_ckpt.process.injection import Injection
-from jupyter_gpu_ckpt.process.ptrace import Tracee, release_late
+from jupyter_gpu_ckpt.process.ptrace import MACHINE, Tracee, release_late
 
 ENV = {"PATH": os.environ["PATH"]}
 LAUNCHER = Path(__file__).parents[1] / "support" / "killed_criu.py"
@@ -479,6 +479,41 @@ def test_a_signal_that_comes_during_a_stop_is_the_main_thread_s():
                 criu_guard.resume(pid)
                 print(file=process.stdin, flush=True)
                 assert process.stdout.readline() == f"{number} 0\n"
+        finally:
+            process.kill()
+
+
+#: Threads that wait without a timeout in poll(2), which Linux repeats from a note that a dump lacks.
+POLLS = """
+import ctypes, os, signal, struct, sys, threading
+
+libc, (reading, _) = ctypes.CDLL(None), os.pipe()
+signal.signal(signal.SIGALRM, lambda *_: None)
+for _ in range(4):
+    wanted = struct.pack("ihh", reading, 1, 0)
+    threading.Thread(target=lambda: libc.poll(wanted, 1, -1), daemon=True).start()
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_waits_of_other_threads_begin_again_after_a_dump_that_a_timer_s_signal_met():
+    """The main thread gets that signal, and no other may see that it came: ``EINTR``."""
+    command = [sys.executable, "-I", "-S", "-c", POLLS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            process.stdout.readline()
+            pid = process.pid
+            until(lambda: {procfs.stat(pid, tid).state for tid in procfs.threads(pid)} == {"S"}, "all threads wait")
+            criu_guard.stop(pid, time.monotonic() + 10)
+            os.kill(pid, signal.SIGALRM)
+            guard = criu_guard.CriuGuard(pid, time.monotonic() + 10)
+            results = []
+            for tid in set(procfs.threads(pid)) - {pid}:
+                with Injection.into(pid) as injection, injection.thread(tid) as tracee:
+                    results.append(tracee.words()[MACHINE.result])
+            assert results == [(1 << 64) - syscall_restart.ERESTARTNOINTR] * 4
+            guard.finish(success=False)
         finally:
             process.kill()
 

@@ -77,14 +77,26 @@ def test_a_host_without_a_gpu_has_kernels_without_it(built, monkeypatch, tmp_pat
 def test_what_was_preloaded_before_still_is(built, monkeypatch, tmp_path):
     monkeypatch.setattr(fastpath, "has_driver", lambda: True)
     monkeypatch.setattr(fastpath, "preload", lambda: fastpath.Preload(Path("/ours.so")))
-    variables = fastpath.environment(tmp_path, {"LD_PRELOAD": "/theirs.so"})
-    assert variables == {"LD_PRELOAD": "/ours.so:/theirs.so", fastpath.VARIABLE: str(tmp_path / fastpath.SOCKET)}
+    name = str(tmp_path / fastpath.SOCKET)
+    variables = fastpath.environment(tmp_path, {"LD_PRELOAD": "/first.so /ours.so:/second.so"})
+    assert variables == {
+        "LD_PRELOAD": "/ours.so:/first.so:/second.so",
+        fastpath.VARIABLE: name,
+        fastpath.CHILDREN_VARIABLE: name,
+        "ASAN_OPTIONS": "verify_asan_link_order=0",
+    }
+    inherited = {"ASAN_OPTIONS": "verify_asan_link_order=1:detect_leaks=0"}
+    assert fastpath.environment(tmp_path, inherited)["ASAN_OPTIONS"] == "detect_leaks=0:verify_asan_link_order=0"
+    alone = fastpath.environment(tmp_path, {}, children=False)
+    assert alone == {"LD_PRELOAD": "/ours.so", fastpath.VARIABLE: name, fastpath.CHILDREN_VARIABLE: ""}
     assert fastpath.environment(tmp_path / ("x" * 100), {}) == {}, "a socket's name has 107 bytes"
 
 
-def test_what_the_process_starts_inherits_nothing_of_it(built, tmp_path):
+def test_what_the_process_starts_inherits_nothing_if_only_the_kernel_is_meant(built, monkeypatch, tmp_path):
     library = fastpath.preload(built).path
-    env = {**os.environ, "LD_PRELOAD": str(library), fastpath.VARIABLE: str(tmp_path / "socket")}
+    monkeypatch.setattr(fastpath, "has_driver", lambda: True)
+    monkeypatch.setattr(fastpath, "preload", lambda: fastpath.Preload(library))
+    env = os.environ | fastpath.environment(tmp_path, os.environ, children=False)
     code = "import os, subprocess; print(os.environ.get('LD_PRELOAD'), flush=True); subprocess.run(['env'])"
     said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
     assert said.startswith("None\n") and "LD_PRELOAD" not in said and fastpath.VARIABLE not in said

@@ -340,8 +340,8 @@ def test_one_way_to_choose_pids_is_enough(step):
 
 
 def test_the_configured_fast_path_is_reported():
-    found = {value: by_check(FIT, fast_path=value)["fast-path"] for value in ("auto", "off")}
-    assert {value: finding.ok for value, finding in found.items()} == {"auto": True, "off": None}
+    found = {value: by_check(FIT, fast_path=value)["fast-path"] for value in ("auto", "kernel", "off")}
+    assert {value: finding.ok for value, finding in found.items()} == {"auto": True, "kernel": True, "off": None}
     assert all(f'fast_path = "{value}"' in finding.message for value, finding in found.items())
     assert "rate of the bus" not in found["off"].message
 

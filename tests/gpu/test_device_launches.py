@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -109,3 +110,70 @@ async def test_a_thread_that_launches_waits_at_the_gate_and_goes_on(tmp_path, ru
             path = fastpath.FastPath(kernel.lifecycle.capsule, kernel.lifecycle.engine.cuda)
         record(launches=int(await kernel.run("print(launches[0])")))
         assert await kernel.run(RESULT.format(before=before), 60) == "True True"
+
+
+#: Threads that make one call each all the time, of all kinds: those that end a suspended process where no gate keeps
+#: them away, that wait at the driver's lock, that fail, and that read what the driver has in host memory.
+CALLS = """
+import collections, ctypes, threading, time
+cu, context, counts, errors = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), collections.Counter(), []
+def made(name, type, *arguments):
+    value = type()
+    assert cu[name](ctypes.byref(value), *arguments) == 0, name
+    return value
+assert cu.cuInit(0) == 0
+context = made("cuDevicePrimaryCtxRetain", ctypes.c_void_p, 0)
+assert cu.cuCtxSetCurrent(context) == 0
+stream, other = (made("cuStreamCreate", ctypes.c_void_p, 1) for _ in range(2))
+first, last, again = (made("cuEventCreate", ctypes.c_void_p, 0) for _ in range(3))
+memory = made("cuMemAlloc_v2", ctypes.c_ulonglong, ctypes.c_size_t(8 << 20))
+assert [cu.cuEventRecord(each, stream) for each in (first, last)] == [0, 0] and cu.cuCtxSynchronize() == 0
+def place(type=ctypes.c_ulonglong): return ctypes.byref(type())
+def create():
+    event = ctypes.c_void_p()
+    return cu.cuEventCreate(ctypes.byref(event), 2) or cu.cuEventDestroy_v2(event)
+def allocate(size=5000):
+    address = ctypes.c_ulonglong()
+    return cu.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)) or cu.cuMemFree_v2(address)
+calls = dict(
+    stream_query=lambda: cu.cuStreamQuery(stream), own_query=lambda: cu.cuStreamQuery_ptsz(None),
+    stream_wait=lambda: cu.cuStreamSynchronize(stream), own_wait=lambda: cu.cuStreamSynchronize_ptsz(None),
+    event_query=lambda: cu.cuEventQuery(first), event_wait=lambda: cu.cuEventSynchronize(last),
+    elapsed=lambda: cu.cuEventElapsedTime(place(ctypes.c_float), first, last), wait=lambda: cu.cuCtxSynchronize(),
+    record=lambda: cu.cuEventRecord(again, other), order=lambda: cu.cuStreamWaitEvent(other, last, 0),
+    fill=lambda: cu.cuMemsetD8Async(memory, ctypes.c_ubyte(7), ctypes.c_size_t(4096), other),
+    copy=lambda: cu.cuMemcpyDtoH_v2(ctypes.create_string_buffer(4096), memory, ctypes.c_size_t(4096)),
+    free_memory=lambda: cu.cuMemGetInfo_v2(place(), place()), captured=lambda: cu.cuStreamIsCapturing(stream, place()),
+    pointer=lambda: cu.cuPointerGetAttribute(place(), 2, memory), create=create, allocate=allocate,
+    serve=lambda: allocate(4 << 20),
+)
+def repeat(name, call):
+    assert cu.cuCtxSetCurrent(context) == 0
+    while not stop.is_set():
+        if result := call(): errors.append((name, result))
+        counts[name] += 1
+        time.sleep(0.01)
+stop = threading.Event()
+threads = [threading.Thread(target=repeat, args=each) for each in calls.items()]
+for each in threads: each.start()
+"""
+MORE = """
+before = dict(counts); deadline = time.monotonic() + 30
+while any(counts[each] <= before.get(each, 0) for each in calls) and time.monotonic() < deadline: time.sleep(0.01)
+print(sorted(each for each in calls if counts[each] <= before.get(each, 0)), errors[:9])
+"""
+
+
+@pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
+async def test_no_call_of_a_thread_ends_a_suspended_kernel_or_fails(tmp_path, runtime_base, verb):
+    async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
+        await kernel.run(CALLS, 120)
+        assert await kernel.run(MORE) == "[] []"
+        for _ in range(2):
+            await kernel.provisioner.suspend()
+            await asyncio.sleep(1)  # a hundred calls of each thread that does not wait
+            if verb == "checkpoint":
+                await kernel.provisioner.checkpoint()
+            assert await kernel.run(MORE, 120) == "[] []"
+            await kernel.settled("running")
+        await kernel.run("stop.set(); [each.join() for each in threads]")

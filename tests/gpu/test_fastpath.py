@@ -298,8 +298,9 @@ async def test_the_driver_moves_the_memory_of_a_kernel_whose_threads_cannot_be_s
         assert await kernel.run("print(int(x.sum()))") == str((1 << 26) * ((1 << 26) - 1) // 2)
 
 
-async def test_what_a_kernel_starts_is_not_preloaded(tmp_path, runtime_base):
-    async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
+@pytest.mark.parametrize("fast_path", ["auto", "kernel"])
+async def test_what_a_kernel_starts_is_preloaded_unless_only_the_kernel_is_meant(tmp_path, runtime_base, fast_path):
+    async with notebook(tmp_path, runtime_base, fast_path=fast_path) as kernel:
         await kernel.run("import torch; x = torch.ones(1 << 24, device='cuda')", 120)
         assert path_of(kernel).amounts().allocations
         said = await kernel.run(
@@ -307,7 +308,8 @@ async def test_what_a_kernel_starts_is_not_preloaded(tmp_path, runtime_base):
             "print(subprocess.check_output(['env'], text=True), os.environ.get('LD_PRELOAD'), file=open('said', 'w'))\n"
             "print(open('said').read())"
         )
-        assert "LD_PRELOAD" not in said and fastpath.VARIABLE not in said
+        assert ("LD_PRELOAD" in said) == (fast_path == "auto")
+        assert fastpath.VARIABLE not in said
 
 
 @pytest.mark.alone

@@ -6,7 +6,7 @@ import json
 import textwrap
 
 import pytest
-from harness import alive, notebook
+from harness import alive, notebook, until
 
 from jupyter_gpu_ckpt.cuda.cuda import CudaState
 from jupyter_gpu_ckpt.lifecycle import cuda_processes, host_memory
@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 #: Bytes of one worker's tensors.
 BYTES = 8 * (32 << 20)
+#: Bytes of the worker that has more than its context.
+WORKER_BYTES = 4 << 30
 #: A module, since a spawned process imports what it runs.
 WORKERS = textwrap.dedent("""
     import hashlib, os
@@ -32,6 +34,24 @@ WORKERS = textwrap.dedent("""
                 for tensor in tensors:
                     tensor.add_(1)
             pipe.send([hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for tensor in tensors])
+
+    def fill(bytes):
+        import os, torch
+        global filled
+        filled = torch.arange(bytes // 8, device="cuda")
+        torch.cuda.synchronize()
+        return os.getpid()
+
+    def total(_):
+        return int(filled.sum())
+
+    class OnDevice:
+        # A data set whose items a worker puts on the GPU.
+        def __len__(self):
+            return 64
+        def __getitem__(self, index):
+            import torch
+            return torch.full((1 << 20,), index, device="cuda").cpu()
 
     def receive(queue, answers):
         tensor = queue.get()
@@ -111,6 +131,52 @@ async def test_workers_that_were_spawned_leave_the_gpu_and_come_back(workers, re
             assert await workers.run("print(bool((x == torch.arange(64 << 20, device='cuda')).all()))") == "True"
     changed = json.loads(await workers.run("print(json.dumps(ask('add')))"))
     assert changed != digests, "they compute on"
+
+
+@pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
+async def test_nearly_all_memory_of_a_spawned_worker_is_moved_by_its_library(workers, record, verb):
+    await workers.run(
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "pool = ProcessPoolExecutor(1, mp_context=spawning)\n"
+        f"worker = pool.submit(gpu_workers.fill, {WORKER_BYTES}).result()",
+        240,
+    )
+    (pid,), state, n = using(workers), workers.lifecycle.kernel, WORKER_BYTES // 8
+    assert state.fast_path(pid=pid).amounts().bytes >= 0.95 * WORKER_BYTES
+    for _ in range(2):
+        await workers.provisioner.suspend()
+        assert state.fast_path(pid=pid).amounts().swapped_out >= 0.95 * WORKER_BYTES
+        assert host_memory.device_bytes(state) == {}
+        if verb == "checkpoint":
+            await workers.provisioner.checkpoint()
+            assert alive([pid]) == []
+        assert await workers.run("print(pool.submit(gpu_workers.total, 0).result())", 240) == str(n * (n - 1) // 2)
+        record(verb=verb, seconds=workers.steps.seconds())
+        (pid,) = using(workers)
+    await workers.run("pool.shutdown()")
+
+
+@pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
+async def test_a_loader_of_spawned_workers_that_use_the_gpu_goes_on_in_the_middle_of_an_epoch(workers, verb):
+    await workers.run(
+        "import torch.utils.data\n"
+        "loader = torch.utils.data.DataLoader(gpu_workers.OnDevice(), batch_size=4, num_workers=2,\n"
+        "                                     multiprocessing_context='spawn', persistent_workers=True)\n"
+        "batches = iter(loader); seen = [int(x) for x in next(batches)[:, 0]]",
+        240,
+    )
+    await until(lambda: len(using(workers)) == 2)  # the second worker may be slower than the first one's batch
+    for _ in range(2):
+        await getattr(workers.provisioner, verb)()
+        await workers.run("seen += [int(x) for x in next(batches)[:, 0]]", 240)
+        assert len(using(workers)) == 2
+    assert (
+        await workers.run(
+            "for batch in batches: seen += [int(x) for x in batch[:, 0]]\nprint(seen == list(range(64)))", 240
+        )
+        == "True"
+    )
+    assert await workers.run("print(sum(int(batch[:, 0].sum()) for batch in loader))", 240) == str(sum(range(64)))
 
 
 async def test_a_worker_that_the_driver_refuses_keeps_all_of_them_on_the_gpu(workers, record):

@@ -32,12 +32,15 @@ print(json.dumps({
 """
 #: The user's own state, as one line.
 STATE = "print(len(pages), sum(pages[7]), random.random(), numpy.random.rand(), torch.rand(1).item(), os.getcwd())"
+#: Beside the user's sockets one as the driver of CUDA makes in each process: nobody has to consent to its other name.
 SERVER = """
-import fcntl, socket, threading
+import fcntl, os, socket, threading
 path, lock = {!r}, {!r}
 listener = socket.create_server(("127.0.0.1", 0))
 datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); datagrams.bind(("127.0.0.1", 0))
 named = socket.socket(socket.AF_UNIX); named.bind(path); named.listen()
+namespace = os.stat("/proc/self/ns/pid").st_ino
+driver = socket.socket(socket.AF_UNIX); driver.bind(f"\\0cuda-uvmfd-{{namespace}}-{{os.getpid()}}")
 locked = open(lock, "w"); fcntl.flock(locked, fcntl.LOCK_EX)
 posix = open(lock + ".posix", "w"); fcntl.lockf(posix, fcntl.LOCK_EX)
 answers = []
@@ -139,6 +142,7 @@ async def test_what_cannot_exist_twice_is_named_before_and_is_otherwise_in_a_bra
         notice = await branch.run("print(server.is_alive(), answers)", stream="stderr")
         assert f"127.0.0.1:{ports[0]}" in notice
         assert path in notice
+        assert "cuda-uvmfd" not in notice
         names = "listener.getsockname()[1], datagrams.getsockname()[1], named.getsockname()"
         own = (await branch.run(f"print({names})")).split()
         assert int(own[0]) != ports[0]

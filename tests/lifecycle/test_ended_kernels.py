@@ -203,21 +203,25 @@ async def test_an_unpublished_image_takes_nothing_along(kernel, monkeypatch):
 async def test_a_kernel_that_is_killed_as_it_wakes_has_its_shared_memory_when_it_is_woken_again(
     kernel, monkeypatch, code, show
 ):
-    """Its resource trackers are awake, too, and remove what they track."""
+    """Once its children run, its resource trackers do, too, and remove what they track."""
     made = await make(kernel, code)
     await kernel.provisioner.checkpoint()
+    removed = []
 
     def killed(attempt: Attempt) -> None:
-        for pid in kernel.lifecycle.capsule.processes():
+        capsule = kernel.lifecycle.capsule
+        capsule.unfreeze_threads(all=True)  # the release does that before it forwards messages
+        for pid in capsule.processes():
             if "tracker" not in " ".join(procfs.arguments(pid)):
                 os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not any(path.exists() for path in made), "what the trackers do")
+        removed.append(wait_until(lambda: not any(path.exists() for path in made), "what the trackers do"))
         raise CapsuleGone("killed")
 
     with monkeypatch.context() as patched:
         patched.setitem(STEPS, Step.RELEASE, killed)
         with pytest.raises(GpuCkptError):
             await kernel.provisioner.restore()
+    assert removed == [True]  # an assertion in a step is an error of the verb, too
     assert kernel.state == "checkpointed"
     assert await kernel.run(show) == "b'hello'"
     await kernel.settled("running")

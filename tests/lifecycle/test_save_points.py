@@ -119,7 +119,10 @@ async def test_a_kernel_goes_back_and_forth_under_its_id_while_its_clients_stay_
     kernel.lifecycle.kernel.settings = replace(kernel.lifecycle.kernel.settings, automatic_save_points=2)
     going_back.thin_out(kernel.lifecycle.kernel)
     assert len(store.images()) == 3
+    point = await kernel.provisioner.branch_image()
+    assert len(store.images()) == 3, "those that branches start from are counted, too"
     assert one in store.images()
+    assert point in store.images()
 
 
 WRITES = """
@@ -150,6 +153,8 @@ async def test_files_are_as_then_or_as_now_and_never_overwritten_without_a_word(
     with pytest.raises(FilesDiffer) as caught:
         await kernel.provisioner.back("one", some)
     assert [Path(each["path"]).name for each in caught.value.details["files"]] == ["table"]
+    if choice == "then":  # what is replaced is kept, whatever else is not
+        kernel.lifecycle.kernel.settings = replace(kernel.lifecycle.kernel.settings, kept_file_bytes=0)
     before = await kernel.provisioner.back("one", {**some, str(tmp_path / "table"): "then"})
     assert (tmp_path / "table").read_text() == "old table " * 1000
     assert (tmp_path / "log").read_text() == ("begun " if choice == "then" else "begun continued")

@@ -69,6 +69,10 @@ def test_before_a_risky_cell_there_is_a_save_point_and_a_kernel_that_dies_in_it_
     assert living.run(kernel_id, "\n%%risky\nx += 1\nprint(x)") == "42"
     until(lambda: saves(living, kernel_id) == ["before a risky cell"])  # the cell runs while it is published
     assert living.run(kernel_id, "print('%%risky is no mark here')") == "%%risky is no mark here"
+    with living.client(kernel_id) as client:  # nor here: IPython gets that line, and does not know it
+        reply = client.execute_interactive("%%risky cell", timeout=60, output_hook=lambda _: None)
+    assert reply["content"]["status"] == "error"
+    assert saves(living, kernel_id) == ["before a risky cell"]
     with living.client(kernel_id) as client:
         client.execute("%%risky\nimport os; os._exit(3)")
         until(lambda: len(saves(living, kernel_id)) == 2)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from live import server, until
+
+from jupyter_gpu_ckpt.kernel.host import BranchPoint
+from jupyter_gpu_ckpt.server.branches import Branches
 
 CELL = {"cell_type": "code", "source": "x = 41", "metadata": {}, "outputs": [], "execution_count": None, "id": "a"}
 NOTEBOOK = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [CELL]}
@@ -84,3 +88,44 @@ def test_a_cell_requests_a_branch_and_the_next_one_names_it(live, kernel_id):
     assert live.run(branch, "print(x)").endswith("1")
     live.run(kernel_id, "%gpu_checkpoint --branch nowhere")
     until(lambda: "SAVE_POINT_NOT_FOUND" in live.run(kernel_id, "pass"))
+
+
+async def test_a_branch_without_a_session_is_none_and_leaves_no_copy_and_no_kernel():
+    """The database of the server's sessions is full."""
+    kernels, documents = {"source": SimpleNamespace(kernel_name="python3", provisioner=None)}, {"model.ipynb"}
+
+    class Kernels(dict):
+        get_kernel = dict.__getitem__
+
+        async def start_kernel(self, **options):
+            self["branch"] = SimpleNamespace()
+            return "branch"
+
+        async def shutdown_kernel(self, kernel_id, now):
+            del self[kernel_id]
+
+    class Sessions:
+        def list_sessions(self):
+            return [{"kernel": {"id": "source"}, "type": "notebook", "path": "model.ipynb"}]
+
+        def get_kernel_env(self, path, name):
+            return {}
+
+        async def create_session(self, **options):
+            raise OSError("database or disk is full")
+
+    class Contents:
+        def copy(self, path):
+            documents.add("copy.ipynb")
+            return {"path": "copy.ipynb"}
+
+        def delete(self, path):
+            documents.remove(path)
+
+    store = SimpleNamespace(get=lambda id: id)
+    manager = Kernels(kernels)
+    app = SimpleNamespace(kernel_manager=manager, session_manager=Sessions(), contents_manager=Contents())
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(OSError, match="full"):
+        patched.setattr("jupyter_gpu_ckpt.image.save_point.notebook", lambda store, image: None)
+        await Branches(app, store).start("source", BranchPoint("image"))
+    assert (manager.keys(), documents) == ({"source"}, {"model.ipynb"})

@@ -51,7 +51,9 @@ def test_kernels_start_from_a_template_three_at_once_and_without_it_when_it_is_g
     live.run(source, "import os; os.environ['WHERE'] = 'made here'; model = list(range(1000)); secret = os.urandom")
     assert live.do(source, "checkpoint")["status"] == "done"
     image = live.get("gpu-ckpt/images")[0]["id"]
-    status, made = command(live, "create", "model-ready", "--from", image)
+    status, refused = command(live, "create", "PYTHON3", "--from", image)
+    assert (status, refused["error"]["message"]) == (64, "There is a kernelspec 'python3' already.")
+    status, made = command(live, "create", "Model-ready", "--from", image)
     assert status == 0, made
     assert live.ask("DELETE", f"api/kernels/{source}").status_code == 204
     specs = live.get("api/kernelspecs")["kernelspecs"]
@@ -90,3 +92,4 @@ def test_kernels_start_from_a_template_three_at_once_and_without_it_when_it_is_g
     printed = live.run(without, "print('model' in globals())")
     assert "IMAGE_NOT_FOUND" in printed
     assert printed.endswith("False")
+    assert command(live, "remove", "model-ready")[0] == 0

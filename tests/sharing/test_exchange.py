@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -125,6 +126,37 @@ def test_a_claim_is_none_while_a_server_without_sharing_restores_a_kernel_to_the
         assert exchange.claim(waiting) is None
         assert waiting.participant == before, "it keeps its place"
     assert exchange.claim(waiting) is not None
+
+
+def test_a_claim_that_cannot_be_compared_with_others_is_none(exchange, waiting, monkeypatch):
+    """Else its kernel would be about to come for good, and its memory be another's for the kernel itself."""
+    before, read = waiting.participant, records.read
+
+    def read_once(directory):
+        if waiting.participant != before:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return read(directory)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(records, "read", read_once)
+        with pytest.raises(OSError, match="open files"):
+            exchange.claim(waiting)
+    assert waiting.participant == before
+    assert exchange.claim(waiting) is not None
+
+
+def test_a_kernel_whose_facts_fail_silences_no_other_one(exchange, waiting, monkeypatch):
+    broken = Member(exchange, KernelDouble())
+    broken.kernel.observe = lambda now: {}["fault"]
+    exchange._members = {broken.participant.kernel: broken} | exchange._members
+    monkeypatch.setattr("jupyter_gpu_ckpt.sharing.exchange.HEARTBEAT_S", 0.0)
+    before = records.read(exchange.directory)
+    exchange.join(waiting)
+    deadline = time.monotonic() + 30
+    while records.read(exchange.directory)[0].alive_at <= before[0].alive_at and time.monotonic() < deadline:
+        time.sleep(0.01)
+    [*map(exchange.leave, (waiting, broken))]
+    assert waiting._written > before[0].alive_at
 
 
 @pytest.mark.parametrize("earlier", [True, False])

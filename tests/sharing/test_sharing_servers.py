@@ -68,9 +68,8 @@ class World:
                 self._void_since = None
 
     def _anybody_waits(self) -> bool:
-        now = time.monotonic()
-        alive = [each for each in records.read(self.locks) if now - each.alive_at < 2 * HEARTBEAT_S]
-        return any(each.waiting_since is not None for each in alive)
+        alive = time.monotonic() - 2 * HEARTBEAT_S
+        return any(each.waiting_since is not None and each.alive_at > alive for each in records.read(self.locks))
 
     def a_move(self, server: Server) -> None:
         """Wait until a kernel of a server leaves the GPU or comes to it."""

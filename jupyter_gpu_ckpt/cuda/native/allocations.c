@@ -1,53 +1,27 @@
 #define _GNU_SOURCE
 #include "allocations.h"
 
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 
+#include "capture.h"
 #include "child.h"
+#include "table_lock.h"
 
 #define FIRST_SLOTS 4096
+#define LEGACY_STREAM ((CUstream)1)
 
-/* Open addressing, keyed by address.  Its lock is held for a few instructions and never across a call of the driver:
- * the process that stops a thread can find out by its program counter that the thread does not hold it. */
-static atomic_flag busy = ATOMIC_FLAG_INIT;
+/* Open addressing, keyed by address. */
 static struct allocation *table;
 static size_t slots;
 static atomic_size_t used, used_bytes, used_shared, postponed;
 
-static void lock(void)
-{
-    while (atomic_flag_test_and_set_explicit(&busy, memory_order_acquire))
-        sched_yield();
-}
-
-static void unlock(void) { atomic_flag_clear_explicit(&busy, memory_order_release); }
-
-bool allocations_lock(void)
-{
-    struct timespec begun, now;
-    clock_gettime(CLOCK_MONOTONIC, &begun);
-    while (atomic_flag_test_and_set_explicit(&busy, memory_order_acquire)) {
-        sched_yield();
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        if (now.tv_sec - begun.tv_sec > 1)
-            return false;
-    }
-    return true;
-}
-
-void allocations_unlock(void) { unlock(); }
-
-/* Another thread of the parent may have been changing the table. */
 void allocations_in_child(void)
 {
     table = NULL;
     slots = used = used_bytes = used_shared = postponed = 0;
-    unlock();
 }
 
 /* The product's upper half: its lower bits do not depend on the address's upper ones. */
@@ -93,7 +67,7 @@ static bool grow(void)
 
 static bool insert(const struct allocation *allocation)
 {
-    lock();
+    table_lock();
     bool fits = (used + 1) * 2 <= slots || grow();
     if (fits) {
         put(allocation);
@@ -101,7 +75,7 @@ static bool insert(const struct allocation *allocation)
         used_bytes += allocation->bytes;
         used_shared += allocation->shared != 0;
     }
-    unlock();
+    table_unlock();
     return fits;
 }
 
@@ -125,11 +99,11 @@ static void remove_locked(struct allocation *allocation, struct allocation *remo
 
 static bool remove_slot(CUdeviceptr address, struct allocation *removed)
 {
-    lock();
+    table_lock();
     struct allocation *allocation = find(address);
     if (allocation != NULL)
         remove_locked(allocation, removed);
-    unlock();
+    table_unlock();
     return allocation != NULL;
 }
 
@@ -137,13 +111,60 @@ bool allocation_lookup(CUdeviceptr address, CUcontext *context)
 {
     if (is_inert())
         return false;
-    lock();
+    table_lock();
     struct allocation *allocation = find(address);
     bool found = allocation != NULL && !allocation->freed;
     if (found)
         *context = allocation->context;
-    unlock();
+    table_unlock();
     return found;
+}
+
+bool allocation_at(CUdeviceptr address, struct allocation *found)
+{
+    table_lock();
+    struct allocation *allocation = find(address);
+    bool exists = allocation != NULL && !allocation->freed;
+    if (exists)
+        *found = *allocation;
+    table_unlock();
+    return exists;
+}
+
+void allocation_set_synchronizes(CUdeviceptr address, bool synchronizes)
+{
+    table_lock();
+    struct allocation *allocation = find(address);
+    if (allocation != NULL && !allocation->freed)
+        allocation->synchronizes = synchronizes;
+    table_unlock();
+}
+
+bool allocation_retire(CUdeviceptr address, struct allocation *retired)
+{
+    table_lock();
+    struct allocation *allocation = find(address);
+    bool exists = allocation != NULL && !allocation->freed;
+    if (exists) {
+        *retired = *allocation;
+        allocation->freed = allocation->retired = true;
+    }
+    table_unlock();
+    return exists;
+}
+
+bool allocation_reuse(CUdeviceptr address, size_t requested, CUcontext context)
+{
+    table_lock();
+    struct allocation *allocation = find(address);
+    bool exists = allocation != NULL && allocation->retired;
+    if (exists) {
+        allocation->freed = allocation->retired = false;
+        allocation->requested = requested;
+        allocation->context = context; /* its last one may have been destroyed */
+    }
+    table_unlock();
+    return exists;
 }
 
 bool allocation_containing(CUdeviceptr address, struct allocation *found)
@@ -151,54 +172,55 @@ bool allocation_containing(CUdeviceptr address, struct allocation *found)
     if (is_inert() || used == 0)
         return false;
     bool contains = false;
-    lock();
+    table_lock();
     for (size_t at = 0; at < slots && !contains; at++)
         if (table[at].address != 0 && !table[at].freed && address - table[at].address < table[at].requested) {
             *found = table[at];
             contains = true;
         }
-    unlock();
+    table_unlock();
     return contains;
 }
 
 unsigned long long allocation_share(CUdeviceptr address)
 {
     static unsigned long long last; /* while the table is locked */
-    lock();
+    table_lock();
     struct allocation *allocation = find(address);
     unsigned long long number = 0;
     if (allocation != NULL && !allocation->freed) {
         used_shared += allocation->shared == 0;
         number = allocation->shared = allocation->shared != 0 ? allocation->shared : ++last;
     }
-    unlock();
+    table_unlock();
     return number;
 }
 
 bool allocation_shared(unsigned long long number, struct allocation *found)
 {
     bool is_shared = false;
-    lock();
+    table_lock();
     for (size_t at = 0; at < slots && number != 0 && !is_shared; at++)
         if (table[at].address != 0 && !table[at].freed && table[at].shared == number) {
             *found = table[at];
             is_shared = true;
         }
-    unlock();
+    table_unlock();
     return is_shared;
 }
 
-CUresult allocation_postpone(CUdeviceptr address, CUevent after)
+CUresult allocation_postpone(CUdeviceptr address, CUevent after, CUcontext recorded_in)
 {
-    lock();
+    table_lock();
     struct allocation *allocation = find(address);
     bool found = allocation != NULL && !allocation->freed;
     if (found) {
         allocation->freed = true;
         allocation->after = after;
+        allocation->recorded_in = recorded_in;
         postponed++;
     }
-    unlock();
+    table_unlock();
     return found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
@@ -319,14 +341,25 @@ CUresult allocation_unmap(struct allocation *allocation)
     return release_handle(allocation);
 }
 
-CUdeviceptr allocation_create(size_t bytes)
+/* Whether the current context has failed (an illegal access): cuMemAlloc then gives that error, the functions of
+ * virtual memory do not.  A query is the cheapest call that does; not while a stream is captured, which it would end. */
+static bool has_failed(void)
 {
     const struct driver *cu = driver();
-    struct allocation allocation = {.offset = NOT_COPIED};
+    if (cu->cuStreamQuery == NULL || capture_is_active())
+        return false;
+    CUresult result = cu->cuStreamQuery(LEGACY_STREAM);
+    return result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY;
+}
+
+CUdeviceptr allocation_create(size_t bytes, unsigned pool)
+{
+    const struct driver *cu = driver();
+    struct allocation allocation = {.offset = NOT_COPIED, .pool = pool};
     size_t grain;
     int devices;
     if (cu == NULL || cu->cuCtxGetCurrent(&allocation.context) != CUDA_SUCCESS || allocation.context == NULL ||
-        cu->cuCtxGetDevice(&allocation.device) != CUDA_SUCCESS)
+        cu->cuCtxGetDevice(&allocation.device) != CUDA_SUCCESS || has_failed())
         return 0;
     if (cu->cuDeviceGetCount(&devices) != CUDA_SUCCESS || devices > MAX_DEVICES || allocation.device < 0 ||
         allocation.device >= devices || !all_are_peers(devices) || !granularity(allocation.device, &grain))
@@ -369,14 +402,14 @@ CUresult allocation_destroy(CUdeviceptr address)
 static bool remove_postponed(unsigned round, struct allocation *removed)
 {
     bool found = false;
-    lock();
+    table_lock();
     for (size_t at = 0; at < slots && !found; at++)
-        if (table[at].address != 0 && table[at].freed && table[at].examined != round) {
+        if (table[at].address != 0 && table[at].freed && !table[at].retired && table[at].examined != round) {
             remove_locked(&table[at], removed);
             removed->examined = round;
             found = true;
         }
-    unlock();
+    table_unlock();
     return found;
 }
 
@@ -407,38 +440,55 @@ size_t allocations_collect(bool (*is_unused)(const struct allocation *))
 
 void allocations_doom(CUcontext context)
 {
-    lock();
+    table_lock();
     for (size_t at = 0; at < slots; at++)
         if (table[at].address != 0 && table[at].context == context)
             table[at].doomed = true;
-    unlock();
+    table_unlock();
 }
 
-/* Remove a doomed allocation of the context, or, if it is to be kept, let it no longer be doomed. */
+/* Remove a doomed allocation of the context; or, if it is to be kept, let it no longer be doomed, and remove none. */
 static bool next_doomed(CUcontext context, bool keep, struct allocation *removed)
 {
     bool found = false;
-    lock();
+    removed->address = 0;
+    table_lock();
     for (size_t at = 0; at < slots && !found; at++)
         if (table[at].address != 0 && table[at].doomed && table[at].context == context) {
-            if (keep)
+            if (keep || table[at].pool != 0) { /* a pool is the device's, not the context's */
                 table[at].doomed = false;
-            else
+                table[at].context = keep ? context : NULL;
+            } else
                 remove_locked(&table[at], removed);
             found = true;
         }
-    unlock();
+    table_unlock();
     return found;
+}
+
+/* Their work is done, and the events have gone with the context. */
+static void forget_events(CUcontext context)
+{
+    table_lock();
+    for (size_t at = 0; at < slots; at++)
+        if (table[at].address != 0 && table[at].after != NULL && table[at].recorded_in == context)
+            table[at].after = NULL;
+    table_unlock();
 }
 
 void allocations_of_destroyed(CUcontext context, bool destroyed)
 {
     struct allocation allocation;
+    if (destroyed)
+        forget_events(context);
     while (next_doomed(context, !destroyed, &allocation)) {
-        if (!destroyed)
+        if (allocation.address == 0)
             continue;
         postponed -= allocation.freed;
-        allocation.doomed = allocation.freed = false; /* the event has gone with the context */
+        allocation.doomed = allocation.freed = false;
+        if (allocation.after != NULL) /* of another context's stream */
+            driver()->cuEventDestroy_v2(allocation.after);
+        allocation.after = NULL;
         give_back(&allocation);
     }
 }

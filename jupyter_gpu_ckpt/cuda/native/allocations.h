@@ -10,14 +10,18 @@ struct allocation {
     CUdeviceptr address; /* 0: a free slot */
     size_t bytes;        /* a multiple of the driver's granularity */
     size_t requested;    /* of the program */
-    CUcontext context;
+    CUcontext context; /* NULL: of a pool, and its context was destroyed */
     CUdevice device;
     enum { UNMAPPED, MAPPED, ACCESSIBLE } state;
     bool has_handle; /* while it is mapped, and afterwards if the driver refused to release the handle */
     CUmemGenericAllocationHandle handle;
     size_t offset; /* in host memory, of a copied allocation; or NOT_COPIED */
     bool freed;    /* by the program; given back later (`allocation_postpone`) */
+    bool retired;  /* and given out again (`pools.h`) */
+    unsigned pool; /* number of the pool that it was allocated from; 0: by cuMemAlloc */
+    bool synchronizes; /* the program has set CU_POINTER_ATTRIBUTE_SYNC_MEMOPS */
     CUevent after;
+    CUcontext recorded_in; /* the context of that event, which ends with it */
     /* Its number if another process may have it mapped, else 0: then it is not swapped (`ipc.c`). */
     unsigned long long shared;
     bool doomed;       /* its context is being destroyed */
@@ -28,8 +32,19 @@ struct allocation {
 /* A process with more devices is not served: the driver allocates all its memory. */
 #define MAX_DEVICES 16
 
-/* Create an allocation in this thread's current context; 0 if the library cannot, and the driver is to allocate. */
-CUdeviceptr allocation_create(size_t bytes);
+/* Create an allocation in this thread's current context, of a pool or (0) of none; 0 if the library cannot, and the
+ * driver is to allocate. */
+CUdeviceptr allocation_create(size_t bytes, unsigned pool);
+
+/* Copy the facts of the allocation that begins at the address; false if there is none. */
+bool allocation_at(CUdeviceptr address, struct allocation *found);
+
+/* Take an allocation of a pool from the program, and copy its facts; and give it to the program again, in a context. */
+bool allocation_retire(CUdeviceptr address, struct allocation *retired);
+bool allocation_reuse(CUdeviceptr address, size_t requested, CUcontext context);
+
+/* Note whether the memory operations of the allocation that begins at the address synchronize. */
+void allocation_set_synchronizes(CUdeviceptr address, bool synchronizes);
 
 /* Find out whether an allocation begins at the address, and in which context. */
 bool allocation_lookup(CUdeviceptr address, CUcontext *context);
@@ -50,8 +65,8 @@ bool allocation_shared(unsigned long long number, struct allocation *found);
 size_t allocations_shared(void);
 
 /* Take an allocation from the program without giving its memory back yet: it may be used until ``after`` has happened,
- * or (NULL) until no stream is captured and the work of its context is done. */
-CUresult allocation_postpone(CUdeviceptr address, CUevent after);
+ * or (NULL) until no stream is captured and the work of its context is done.  ``recorded_in``: the event's context. */
+CUresult allocation_postpone(CUdeviceptr address, CUevent after, CUcontext recorded_in);
 
 /* Give back those postponed allocations that are unused, without the lock while that is asked; their number. */
 size_t allocations_collect(bool (*is_unused)(const struct allocation *));
@@ -69,11 +84,6 @@ CUresult allocation_unmap(struct allocation *allocation);
 
 /* Number of allocations and their bytes; may be called at any time. */
 void allocations_total(size_t *count, size_t *bytes);
-
-/* Lock the table: threads that allocate meanwhile wait (none should, see `swap.h`).  False if another thread has it for
- * a second: one that a signal has stopped for good within a few instructions of ours. */
-bool allocations_lock(void);
-void allocations_unlock(void);
 
 /* Forget all allocations, in a child that was just forked. */
 void allocations_in_child(void);

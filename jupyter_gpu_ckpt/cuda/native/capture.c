@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "launch_gate.h"
+#include "pools.h"
 #include "serving.h"
 
 enum { RELAXED = 2 };                   /* a capture mode of a thread */
@@ -49,6 +51,8 @@ static bool is_captured(const struct driver *cu, CUstream stream)
     return cu->cuStreamIsCapturing != NULL && cu->cuStreamIsCapturing(stream, &status) == CUDA_SUCCESS &&
            status != NONE;
 }
+
+bool capture_has_begun(void) { return atomic_load(&captures) != 0; }
 
 /* A capture whose end was not seen must not delay for ever what waits for it.  Of a thread's own default stream only
  * that thread could ask. */
@@ -104,6 +108,7 @@ bool capture_includes(CUstream stream) { return capture_is_active() && is_captur
 static CUresult end(CUstream stream, CUgraph *graph, bool per_thread, CUresult (*original)(CUstream, CUgraph *))
 {
     CUstream own = per_thread && stream == NULL ? (CUstream)PER_THREAD_STREAM : stream;
+    launch_gate_wait();
     bool was_captured = is_captured(any_driver(), own);
     CUresult result = original(stream, graph);
     if (was_captured && !is_captured(any_driver(), own))
@@ -111,11 +116,6 @@ static CUresult end(CUstream stream, CUgraph *graph, bool per_thread, CUresult (
     collect_freed(false);
     return result;
 }
-
-#define DRIVER_WITH(name)                                                                                              \
-    const struct driver *original = any_driver();                                                                      \
-    if (original == NULL || original->name == NULL)                                                                    \
-        return CUDA_ERROR_NOT_INITIALIZED
 
 #define BEGIN(name, per_thread)                                                                                        \
     CUresult name(CUstream stream, int mode)                                                                           \
@@ -158,6 +158,7 @@ END(cuStreamEndCapture_ptsz, true)
     {                                                                                                                  \
         DRIVER_WITH(name);                                                                                             \
         forget(stream); /* and its capture, if there is one, ends */                                                   \
+        pools_forget_stream(stream);                                                                                   \
         return original->name(stream);                                                                                 \
     }
 DESTROY(cuStreamDestroy)

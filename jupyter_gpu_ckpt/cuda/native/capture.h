@@ -7,6 +7,9 @@
 /* Whether a stream is being captured.  Asks the driver only if a capture has begun. */
 bool capture_is_active(void);
 
+/* The same without asking the driver, and so without waiting for anybody: a capture whose end was not seen counts. */
+bool capture_has_begun(void);
+
 /* Whether this thread may allocate: no stream is captured, or its mode is relaxed.  Else the driver is to allocate, and
  * to refuse as it does. */
 bool capture_permits_allocations(void);

@@ -10,6 +10,10 @@
 #include "host_memory.h"
 #include "ipc.h"
 #include "launch_gate.h"
+#include "mappings.h"
+#include "pools.h"
+#include "table_lock.h"
+#include "zero_parts.h"
 
 static atomic_bool inert;
 
@@ -19,13 +23,17 @@ bool is_inert(void) { return atomic_load_explicit(&inert, memory_order_relaxed);
  * not exist here, and in the parent it may need a lock of another library (an allocator's heap) before it unlocks. */
 static void in_child(void)
 {
-    atomic_store(&inert, true);
+    atomic_store(&inert, library_of_driver() != NULL);
     launch_gate_in_child();
     control_in_child();
     allocations_in_child();
+    mappings_in_child();
+    pools_in_child();
+    table_unlock(); /* another thread of the parent may have been changing them */
     capture_in_child();
     driver_in_child();
     ipc_in_child();
+    zero_parts_in_child();
     host_memory_close();
 }
 

@@ -4,23 +4,40 @@
 #include "allocations.h"
 #include "child.h"
 #include "driver.h"
+#include "launch_gate.h"
 #include "managed.h"
+#include "mappings.h"
+#include "pools.h"
+#include "zero_parts.h"
 
-static bool has_allocations(void)
+/* Whether there is anything that a context's end concerns. */
+static bool has_state(void)
 {
     size_t count, bytes;
     allocations_total(&count, &bytes);
-    return count != 0 && !is_inert();
+    return (count != 0 || mappings_have_context() || zero_parts_are_loaded()) && !is_inert();
+}
+
+/* Memory that the program maps itself, and memory of pools, outlive a context. */
+static void end(CUcontext context, bool destroyed)
+{
+    allocations_of_destroyed(context, destroyed);
+    if (!destroyed)
+        return;
+    zero_parts_forget(context);
+    mappings_forget_context(context);
+    pools_forget_context(context);
 }
 
 static CUresult destroy(CUcontext context, CUresult (*original)(CUcontext))
 {
     managed_forget();
-    if (context == NULL || !has_allocations())
+    if (context == NULL || !has_state())
         return original(context);
+    launch_gate_wait();
     allocations_doom(context);
     CUresult result = original(context);
-    allocations_of_destroyed(context, result == CUDA_SUCCESS);
+    end(context, result == CUDA_SUCCESS);
     return result;
 }
 
@@ -39,13 +56,15 @@ static CUresult destroy_primary(CUdevice device, bool resets, CUresult (*origina
     const struct driver *cu = any_driver();
     CUcontext context;
     managed_forget();
-    if (!has_allocations() || !is_active(cu, device) || cu->cuDevicePrimaryCtxRetain == NULL || release == NULL ||
+    if (has_state())
+        launch_gate_wait();
+    if (!has_state() || !is_active(cu, device) || cu->cuDevicePrimaryCtxRetain == NULL || release == NULL ||
         cu->cuDevicePrimaryCtxRetain(&context, device) != CUDA_SUCCESS)
         return original(device);
     release(device); /* only its handle was wanted */
     allocations_doom(context);
     CUresult result = original(device);
-    allocations_of_destroyed(context, result == CUDA_SUCCESS && (resets || !is_active(cu, device)));
+    end(context, result == CUDA_SUCCESS && (resets || !is_active(cu, device)));
     return result;
 }
 

@@ -36,39 +36,54 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "capture.h"
 #include "child.h"
+#include "context_memory.h"
 #include "copies.h"
 #include "host_memory.h"
+#include "instruments.h"
 #include "ipc.h"
 #include "launch_gate.h"
 #include "managed.h"
 #include "published.h"
 #include "rwlock_release.h"
 #include "swap.h"
+#include "table_lock.h"
 #include "workers.h"
 
-#define CONTROL_VERSION 2
+#ifndef CONTROL_VERSION /* of another release, in tests */
+#define CONTROL_VERSION 3
+#endif
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
+/* The same, for the processes that the kernel starts: each appends its pid to the name. */
+#define CHILDREN_VARIABLE "JUPYTER_GPU_CKPT_FAST_CHILDREN"
 /* In the directory of the socket (`cuda/fastpath.py`). */
 #define EXTENTS "host-memory/gpu-ckpt-extents"
 
-static char path[sizeof((struct sockaddr_un *)0)->sun_path];
-static pid_t owner;
+static char path[sizeof((struct sockaddr_un *)0)->sun_path]; /* of the kernel's socket; empty: nothing is served */
+static struct sockaddr_un name = {.sun_family = AF_UNIX};    /* of this process's own */
+static pid_t kernel, owner; /* who was given that path, and who listens */
+static bool with_children;
 static _Atomic int listening; /* 0: not yet, 1: yes, -1: cannot */
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
 static atomic_int listener = -1, peer = -1; /* descriptors, for a child to close */
 
-/* Only this process is meant: programs that it starts inherit neither the socket nor the preloading. */
+/* Programs that the kernel starts preload this library, too, and make sockets of their own; unless only the kernel is
+ * meant: then they inherit neither the socket nor the preloading. */
 __attribute__((constructor)) static void begin(void)
 {
-    const char *wanted = getenv(SOCKET_VARIABLE);
+    const char *wanted = getenv(SOCKET_VARIABLE), *inherited = getenv(CHILDREN_VARIABLE);
+    with_children = inherited != NULL && inherited[0] != '\0' && strlen(inherited) < sizeof path;
+    if (with_children)
+        ipc_set_socket(strcpy(path, inherited));
     if (wanted != NULL && strlen(wanted) < sizeof path) {
         strcpy(path, wanted);
-        owner = getpid();
+        kernel = getpid();
         char extents[sizeof path + sizeof "/" EXTENTS];
         const char *end = strrchr(path, '/');
         snprintf(extents, sizeof extents, "%.*s/" EXTENTS, end == NULL ? 0 : (int)(end - path), path);
@@ -81,7 +96,7 @@ __attribute__((constructor)) static void begin(void)
     unsetenv(IPC_VARIABLE);
     Dl_info us;
     const char *preloaded = getenv("LD_PRELOAD");
-    if (preloaded == NULL || dladdr(&listening, &us) == 0)
+    if (with_children || preloaded == NULL || dladdr(&listening, &us) == 0)
         return;
     if (path[0] != '\0')
         workers_preload(us.dli_fname, path);
@@ -131,7 +146,12 @@ static CUresult perform_at_gate(const char *verb, CUresult unknown)
     int length = 0;
     if (sscanf(verb, "close %9u%n", &milliseconds, &length) == 1 && isdigit(verb[strlen("close ")]) &&
         verb[length] == '\0') {
+        context_memory_forget();
         launch_gate_close(milliseconds / 1e3);
+        return CUDA_SUCCESS;
+    }
+    if (strcmp(verb, "drop_zeros") == 0) {
+        context_memory_drop_zeros();
         return CUDA_SUCCESS;
     }
     if (strcmp(verb, "open") != 0)
@@ -153,8 +173,9 @@ static CUresult perform(const char *verb, int *descriptor)
                                                             : NULL;
     if (step == NULL)
         return strcmp(verb, "status") == 0 ? CUDA_SUCCESS : perform_at_gate(verb, CUDA_ERROR_INVALID_VALUE);
-    bool locked = allocations_lock();
-    CUresult result = !locked ? CUDA_ERROR_NOT_READY : step != swap_free_device ? copies_dry_run() : CUDA_SUCCESS;
+    bool locked = table_lock_for_swap();
+    bool ready = locked && (step != swap_copy_out || !capture_has_begun()); /* waiting for work would end a capture */
+    CUresult result = !ready ? CUDA_ERROR_NOT_READY : step != swap_free_device ? copies_dry_run() : CUDA_SUCCESS;
     publish(swap_amounts().swapped_out != 0 || step == swap_free_device);
     if (result == CUDA_SUCCESS)
         result = step();
@@ -163,7 +184,7 @@ static CUresult perform(const char *verb, int *descriptor)
         rwlock_restore();
     publish(swapped_out);
     if (locked)
-        allocations_unlock();
+        table_unlock();
     if (step == swap_in && result == CUDA_SUCCESS)
         launch_gate_open();
     return result;
@@ -272,13 +293,27 @@ static void serve(void)
     swap_discard_copy();
 }
 
-static void *listen_forever(void *argument)
+/* Whether a descriptor still is of this library's socket: a program may close all that it has not opened itself, as
+ * daemons do, and open files of its own under their numbers.  By its name, which is the same after a restore. */
+static bool is_own_socket(int descriptor)
+{
+    struct sockaddr_un found = {.sun_family = AF_UNSPEC};
+    socklen_t size = sizeof found;
+    return descriptor >= 0 && getsockname(descriptor, (struct sockaddr *)&found, &size) == 0 &&
+           found.sun_family == AF_UNIX && strncmp(found.sun_path, name.sun_path, sizeof found.sun_path) == 0;
+}
+
+static void *listen_while_open(void *argument)
 {
     (void)argument;
     pthread_setname_np(pthread_self(), "gpu-ckpt-fast");
     publish(false);
     for (;;) {
         wait_readable(atomic_load(&listener));
+        if (!is_own_socket(atomic_load(&listener))) {
+            atomic_store(&listening, -1);
+            return NULL;
+        }
         int connection = accept4(atomic_load(&listener), NULL, NULL, SOCK_CLOEXEC);
         if (connection < 0) {
             nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL); /* no descriptors: clients wait in the queue */
@@ -297,16 +332,43 @@ void control_in_child(void)
 {
     int inherited[] = {atomic_exchange(&listener, -1), atomic_exchange(&peer, -1)};
     for (size_t at = 0; at < sizeof inherited / sizeof *inherited; at++)
-        if (inherited[at] >= 0)
+        if (is_own_socket(inherited[at]))
             close(inherited[at]);
     opening = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
+pid_t control_suffix(void) { return owner == kernel ? 0 : owner; }
+
+/* A process that has ended leaves the file of its socket, and its pid to another. */
+static bool is_stale(void)
+{
+    struct stat found;
+    if (lstat(name.sun_path, &found) != 0 || !S_ISSOCK(found.st_mode))
+        return false;
+    int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    bool stale = probe >= 0 && connect(probe, (struct sockaddr *)&name, sizeof name) != 0 && errno == ECONNREFUSED;
+    if (probe >= 0)
+        close(probe);
+    return stale;
+}
+
+static bool bind_name(int made)
+{
+    int length = snprintf(name.sun_path, sizeof name.sun_path, owner == kernel ? "%s" : "%s-%d", path, owner);
+    if (length < 0 || (size_t)length >= sizeof name.sun_path)
+        return false;
+    if (bind(made, (struct sockaddr *)&name, sizeof name) == 0)
+        return true;
+    return errno == EADDRINUSE && is_stale() && unlink(name.sun_path) == 0 &&
+           bind(made, (struct sockaddr *)&name, sizeof name) == 0;
+}
+
 static int start(void)
 {
-    struct sockaddr_un name = {.sun_family = AF_UNIX};
-    strcpy(name.sun_path, path);
-    int made = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    owner = getpid();
+    if (owner != kernel)
+        host_memory_set_directory(""); /* the extents are the kernel's */
+    int made = compute_sanitizer_is_loaded() ? -1 : socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (made < 0)
         return -1;
     atomic_store(&listener, made);
@@ -317,8 +379,8 @@ static int start(void)
         sigdelset(&all, *fault);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
-    bool begun = rwlock_layout_is_known() && bind(made, (struct sockaddr *)&name, sizeof name) == 0 &&
-                 listen(made, 4) == 0 && pthread_create(&thread, NULL, listen_forever, NULL) == 0;
+    bool begun = rwlock_layout_is_known() && bind_name(made) && listen(made, 4) == 0 &&
+                 pthread_create(&thread, NULL, listen_while_open, NULL) == 0;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (!begun) {
         atomic_store(&listener, -1);
@@ -331,14 +393,21 @@ static int start(void)
 
 bool control_open(void)
 {
-    if (path[0] == '\0' || is_inert() || getpid() != owner) /* not requested; or a child, however it was created */
+    pid_t self = path[0] == '\0' || is_inert() ? 0 : getpid();
+    if (self == 0) /* not requested, or a child that cannot use CUDA */
         return false;
     int state = atomic_load_explicit(&listening, memory_order_acquire);
-    if (state == 0) {
+    if (state == 0 && (self == kernel || with_children)) {
         pthread_mutex_lock(&opening);
         if ((state = atomic_load(&listening)) == 0)
             atomic_store_explicit(&listening, state = start(), memory_order_release);
         pthread_mutex_unlock(&opening);
     }
-    return state == 1;
+    return state == 1 && self == owner; /* not of a child that was made without fork's handlers */
+}
+
+__attribute__((destructor)) static void end(void)
+{
+    if (atomic_load(&listening) == 1 && owner != kernel && getpid() == owner)
+        unlink(name.sun_path);
 }

@@ -8,7 +8,9 @@
 #include <sys/mman.h>
 
 #include "host_memory.h"
+#include "mappings.h"
 #include "rwlock_release.h"
+#include "zero_parts.h"
 
 /* Bytes of one copy, and number of threads.  Measured on an H200 with 16 CPU cores, files of tmpfs, GB/s out and in: 4
  * MiB by 12 threads 51 and 51, the rate of the bus; 2 MiB 50 and 51; 1 MiB by three buffers a thread 48 and 48; 8
@@ -37,6 +39,7 @@ struct part {
     CUdeviceptr device;
     size_t offset; /* in host memory */
     size_t bytes;
+    bool zero; /* it holds only zeros, on the device or in host memory */
 };
 
 /* The copies of one context. */
@@ -73,7 +76,7 @@ struct worker {
     struct buffer buffers[BUFFERS];
 };
 
-/* Claim the next part; NULL when none is left.  In runs of an extent's size, so that few threads write to one file. */
+/* Claim a part; NULL when none is left.  In runs of an extent's size, so that few threads write to one file. */
 static const struct part *claim(struct worker *worker)
 {
     struct work *work = worker->work;
@@ -85,10 +88,23 @@ static const struct part *claim(struct worker *worker)
     return worker->next < work->count ? &work->parts[worker->next++] : NULL;
 }
 
+/* Whether a part needs no copy: of zeros, host memory has them already, and the device writes them itself.  It never
+ * trusts fresh memory to hold any. */
+static bool is_done(const struct work *work, const struct part *part)
+{
+    if (!part->zero || work->outwards)
+        return part->zero;
+    return driver()->cuMemsetD8Async != NULL &&
+           driver()->cuMemsetD8Async(part->device, 0, part->bytes, work->ring->stream) == CUDA_SUCCESS;
+}
+
 static CUresult begin(struct worker *worker, struct buffer *buffer)
 {
     CUstream stream = worker->work->ring->stream;
-    const struct part *part = buffer->part = claim(worker);
+    const struct part *part = claim(worker);
+    while (part != NULL && is_done(worker->work, part))
+        part = claim(worker);
+    buffer->part = part;
     if (part == NULL)
         return CUDA_SUCCESS;
     CUresult result;
@@ -191,7 +207,8 @@ static CUresult open_ring(struct ring *ring, CUcontext context, size_t bytes)
     ring->bytes = bytes;
     ring->context = context;
     /* Registered, not allocated by the driver: with huge pages that takes a third of the time. */
-    CUresult result = driver()->cuMemHostRegister_v2(ring->memory, ring->bytes, CU_MEMHOSTREGISTER_PORTABLE);
+    CUresult result = driver()->cuMemHostRegister_v2(ring->memory, ring->bytes,
+                                                     CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
     if (result != CUDA_SUCCESS) {
         munmap(ring->memory, ring->bytes);
         ring->memory = NULL;
@@ -200,11 +217,40 @@ static CUresult open_ring(struct ring *ring, CUcontext context, size_t bytes)
     return driver()->cuStreamCreate(&ring->stream, CU_STREAM_NON_BLOCKING);
 }
 
+/* Have the device find the parts that hold only zeros, before anything is copied: the ring's memory is still unused. */
+static CUresult find_zeros(struct work *work)
+{
+    struct ring *ring = work->ring;
+    struct scanned *list = (struct scanned *)ring->memory;
+    unsigned *found = (unsigned *)(list + work->count);
+    zero_parts_load(work->context);
+    if (work->count * (sizeof *list + sizeof *found) > ring->bytes)
+        return CUDA_SUCCESS;
+    for (size_t at = 0; at < work->count; at++) {
+        list[at] = (struct scanned){work->parts[at].device, work->parts[at].bytes / SCAN_BYTES * SCAN_BYTES};
+        found[at] = OTHER_BYTES;
+    }
+    if (!zero_parts_scan(work->context, ring->stream, list, found, work->count))
+        return CUDA_SUCCESS;
+    CUresult result = driver()->cuStreamSynchronize(ring->stream);
+    if (result != CUDA_SUCCESS)
+        atomic_store(&pending, true);
+    for (size_t at = 0; at < work->count && result == CUDA_SUCCESS; at++) {
+        struct part *part = &work->parts[at];
+        part->zero = found[at] == ONLY_ZEROS && part->bytes % SCAN_BYTES == 0;
+        if (part->zero)
+            result = host_memory_set_zero(part->offset, part->bytes);
+    }
+    return result;
+}
+
 static void start(struct work *work, size_t workers)
 {
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
         result = open_ring(work->ring, work->context, workers * BUFFERS * PART_BYTES);
+    if (result == CUDA_SUCCESS && work->outwards)
+        result = find_zeros(work);
     while (result == CUDA_SUCCESS && work->begun < workers &&
            pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
         work->begun++;
@@ -228,43 +274,58 @@ static void end(struct work *work)
     fail(result);
 }
 
-static bool is_copied(const struct allocation *each) { return each->address != 0 && each->offset != NOT_COPIED; }
+/* Memory of both tables, by one number after the other. */
+static bool next_copied(size_t *at, struct copied *next)
+{
+    size_t slots;
+    struct allocation *table = allocations_table(&slots);
+    for (; *at < slots; (*at)++) {
+        const struct allocation *each = &table[*at];
+        if (each->address != 0 && each->offset != NOT_COPIED) {
+            *next = (struct copied){each->context, each->address, each->bytes, each->offset};
+            (*at)++;
+            return true;
+        }
+    }
+    size_t mapped = *at - slots;
+    bool found = mappings_copied(&mapped, next);
+    *at = slots + mapped;
+    return found;
+}
 
-static size_t parts_of(const struct allocation *each) { return (each->bytes + PART_BYTES - 1) / PART_BYTES; }
+static size_t parts_of(const struct copied *each) { return (each->bytes + PART_BYTES - 1) / PART_BYTES; }
 
-/* Make one work for each context that has copied allocations, and count its parts; the number of works, or SIZE_MAX:
- * too many. */
+/* Make one work for each context that has memory to copy, and count its parts; the number of works, or SIZE_MAX: too
+ * many. */
 static size_t divide(struct work *works)
 {
-    size_t slots, count = 0;
-    struct allocation *table = allocations_table(&slots);
-    for (size_t at = 0; at < slots; at++) {
-        if (!is_copied(&table[at]))
-            continue;
+    size_t count = 0;
+    struct copied each;
+    for (size_t at = 0; next_copied(&at, &each);) {
         size_t which = 0;
-        while (which < count && works[which].context != table[at].context)
+        while (which < count && works[which].context != each.context)
             which++;
         if (which == MAX_CONTEXTS)
             return SIZE_MAX;
         if (which == count) {
-            works[which] = (struct work){.context = table[at].context, .ring = &rings[which]};
+            works[which] = (struct work){.context = each.context, .ring = &rings[which]};
             count++;
         }
-        works[which].count += parts_of(&table[at]);
+        works[which].count += parts_of(&each);
     }
     return count;
 }
 
 static void list_parts(struct work *work)
 {
-    size_t slots, count = 0;
-    struct allocation *table = allocations_table(&slots);
-    for (size_t at = 0; at < slots; at++)
-        if (is_copied(&table[at]) && table[at].context == work->context)
-            for (size_t offset = 0; offset < table[at].bytes; offset += PART_BYTES) {
-                size_t rest = table[at].bytes - offset;
-                work->parts[count++] = (struct part){table[at].address + offset, table[at].offset + offset,
-                                                       rest < PART_BYTES ? rest : PART_BYTES};
+    size_t count = 0;
+    struct copied each;
+    for (size_t at = 0; next_copied(&at, &each);)
+        if (each.context == work->context)
+            for (size_t offset = 0; offset < each.bytes; offset += PART_BYTES) {
+                size_t rest = each.bytes - offset, bytes = rest < PART_BYTES ? rest : PART_BYTES;
+                bool zero = !work->outwards && host_memory_is_zero(each.offset + offset, bytes);
+                work->parts[count++] = (struct part){each.address + offset, each.offset + offset, bytes, zero};
             }
 }
 
@@ -311,28 +372,34 @@ CUresult copies_run(bool outwards)
 
 bool copies_pending(void) { return atomic_load(&pending); }
 
-/* List the contexts that have allocations; their number, or SIZE_MAX: too many. */
-static size_t with_allocations(CUcontext *contexts)
+static size_t add_context(CUcontext *contexts, size_t count, CUcontext context)
+{
+    for (size_t at = 0; at < count; at++)
+        if (contexts[at] == context)
+            return count;
+    if (count < MAX_CONTEXTS)
+        contexts[count] = context;
+    return count + 1;
+}
+
+/* List the contexts that have memory; their number, or SIZE_MAX: too many. */
+static size_t with_memory(CUcontext *contexts)
 {
     size_t slots, count = 0;
     struct allocation *table = allocations_table(&slots);
-    for (size_t at = 0; at < slots; at++) {
-        size_t which = 0;
-        while (which < count && contexts[which] != table[at].context)
-            which++;
-        if (table[at].address == 0 || which < count)
-            continue;
-        if (count == MAX_CONTEXTS)
-            return SIZE_MAX;
-        contexts[count++] = table[at].context;
-    }
-    return count;
+    for (size_t at = 0; at < slots && count <= MAX_CONTEXTS; at++)
+        if (table[at].address != 0 && table[at].context != NULL)
+            count = add_context(contexts, count, table[at].context);
+    for (CUdevice device = 0; device < MAX_DEVICES && count <= MAX_CONTEXTS; device++)
+        if (mappings_context(device) != NULL)
+            count = add_context(contexts, count, mappings_context(device));
+    return count <= MAX_CONTEXTS ? count : SIZE_MAX;
 }
 
 CUresult copies_wait(void)
 {
     CUcontext contexts[MAX_CONTEXTS];
-    size_t count = with_allocations(contexts);
+    size_t count = with_memory(contexts);
     CUresult result = count == SIZE_MAX ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
     for (size_t at = 0; at < count && result == CUDA_SUCCESS; at++) {
         result = driver()->cuCtxSetCurrent(contexts[at]);
@@ -349,6 +416,14 @@ static struct {
     size_t count;
 } dry_run;
 
+static CUresult scan_nothing(const struct ring *ring)
+{
+    zero_parts_load(ring->context);
+    if (!zero_parts_scan(ring->context, ring->stream, (struct scanned *)ring->memory, (unsigned *)ring->memory, 0))
+        return CUDA_SUCCESS;
+    return driver()->cuStreamSynchronize(ring->stream);
+}
+
 /* Uses a list of its own: it may still be running when the table has changed. */
 static CUresult run_dry(void)
 {
@@ -358,6 +433,8 @@ static CUresult run_dry(void)
         result = driver()->cuCtxSetCurrent(dry_run.contexts[at]);
         if (result == CUDA_SUCCESS)
             result = open_ring(&rings[0], dry_run.contexts[at], HUGE_PAGE);
+        if (result == CUDA_SUCCESS)
+            result = scan_nothing(&rings[0]);
         if (result == CUDA_SUCCESS)
             result = driver()->cuEventCreate(&event, CU_EVENT_DISABLE_TIMING);
         if (event != NULL)
@@ -374,7 +451,7 @@ CUresult copies_dry_run(void)
         return CUDA_SUCCESS;
     if (rwlock_probe_is_busy())
         return CUDA_ERROR_NOT_READY;
-    dry_run.count = with_allocations(dry_run.contexts);
+    dry_run.count = with_memory(dry_run.contexts);
     if (dry_run.count == SIZE_MAX)
         return CUDA_ERROR_NOT_SUPPORTED;
     return dry_run.count != 0 ? rwlock_release(run_dry) : CUDA_SUCCESS;

@@ -1,10 +1,10 @@
-/* Copies between allocations and host memory by many threads, and what they need of the driver.
- * All of these are called while the table is locked (`allocations_lock`). */
+/* Copies between device memory and host memory by many threads, and what they need of the driver.
+ * All of these are called while the table is locked (`table_lock_for_swap`). */
 #pragma once
 
 #include "allocations.h"
 
-/* Copy every allocation that has an offset to host memory (`outwards`) or from it.  After failure some may be
+/* Copy all memory that has an offset in host memory there (`outwards`) or back.  After failure some may be
  * copied. */
 CUresult copies_run(bool outwards);
 
@@ -14,6 +14,6 @@ bool copies_pending(void);
 /* Wait until nothing that was requested of the devices before is running. */
 CUresult copies_wait(void);
 
-/* Make the calls that copies make, without copying, in every context that has allocations: with `rwlock_release`, so
+/* Make the calls that copies make, without copying, in every context that has memory: with `rwlock_release`, so
  * that the copies themselves do not block at the driver's lock. */
 CUresult copies_dry_run(void);

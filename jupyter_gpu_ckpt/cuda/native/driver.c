@@ -3,6 +3,7 @@
 #include "driver.h"
 
 #include <dlfcn.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdatomic.h>
 
@@ -19,6 +20,33 @@ static bool found_all;
 static void *found_library;
 static _Atomic(const struct driver *) the_driver;
 
+/* Of the driver's library in memory; 0 before it is known. */
+static _Atomic uintptr_t code_begin, code_end;
+
+static int note_code(struct dl_phdr_info *object, size_t size, void *function)
+{
+    (void)size;
+    uintptr_t begin = UINTPTR_MAX, end = 0;
+    for (size_t at = 0; at < object->dlpi_phnum; at++)
+        if (object->dlpi_phdr[at].p_type == PT_LOAD) {
+            uintptr_t low = object->dlpi_addr + object->dlpi_phdr[at].p_vaddr;
+            uintptr_t high = low + object->dlpi_phdr[at].p_memsz;
+            begin = low < begin ? low : begin;
+            end = high > end ? high : end;
+        }
+    if ((uintptr_t)function < begin || (uintptr_t)function >= end)
+        return 0;
+    atomic_store(&code_begin, begin);
+    atomic_store(&code_end, end);
+    return 1;
+}
+
+bool is_code_of_driver(const void *address)
+{
+    return (uintptr_t)address >= atomic_load_explicit(&code_begin, memory_order_relaxed) &&
+           (uintptr_t)address < atomic_load_explicit(&code_end, memory_order_relaxed);
+}
+
 static bool look_up_driver(void *library, struct driver *found)
 {
     bool all = true;
@@ -32,7 +60,9 @@ static bool look_up_driver(void *library, struct driver *found)
 #undef LOOK_UP
 #undef LOOK_UP_STAND_IN
 #undef CHECK
-    return all && found->cuMemAlloc_v2 != NULL && found->cuMemFree_v2 != NULL && found->cuStreamDestroy_v2 != NULL;
+    return all && found->cuMemAlloc_v2 != NULL && found->cuMemFree_v2 != NULL && found->cuStreamDestroy_v2 != NULL &&
+           found->cuMemCreate != NULL && found->cuMemRelease != NULL && found->cuMemMap != NULL &&
+           found->cuMemUnmap != NULL && found->cuMemSetAccess != NULL;
 }
 
 const struct driver *any_driver(void)
@@ -47,6 +77,7 @@ const struct driver *any_driver(void)
     struct driver fresh;
     bool all = look_up_driver(library, &fresh);
     launch_gate_prepare(library);
+    dl_iterate_phdr(note_code, (void *)fresh.cuMemRelease);
     pthread_mutex_lock(&publishing);
     if (atomic_load_explicit(&the_driver, memory_order_relaxed) == NULL) {
         found_driver = fresh;

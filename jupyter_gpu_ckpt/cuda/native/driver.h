@@ -12,8 +12,11 @@ typedef int CUdevice;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
+typedef struct CUmod_st *CUmodule;
+typedef struct CUfunc_st *CUfunction;
 typedef struct CUgraph_st *CUgraph;
 typedef struct CUgraphNode_st *CUgraphNode;
+typedef struct CUmemPoolHandle_st *CUmemoryPool;
 typedef unsigned long long CUdeviceptr;
 typedef unsigned long long CUmemGenericAllocationHandle;
 typedef struct {
@@ -55,14 +58,44 @@ typedef struct {
     int flags; /* 3: read and write */
 } CUmemAccessDesc;
 
+typedef struct {
+    int allocType;
+    int handleTypes; /* 0: no other process can have it */
+    CUmemLocation location;
+    void *win32SecurityAttributes;
+    size_t maxSize; /* 0: as the driver likes */
+    unsigned short usage;
+    unsigned char reserved[54];
+} CUmemPoolProps;
+
+/* A part of a sparse array, and the memory that is to be behind it. */
+typedef struct {
+    int resourceType;
+    void *resource;
+    int subresourceType;
+    union {
+        unsigned int level[8];
+        unsigned long long miptail[3];
+    } subresource;
+    int memOperationType;
+    int memHandleType; /* 0: memHandle */
+    CUmemGenericAllocationHandle memHandle;
+    unsigned long long offset;
+    unsigned int deviceBitMask, flags, reserved[2];
+} CUarrayMapInfo;
+_Static_assert(sizeof(CUarrayMapInfo) == 96, "as in cuda.h");
+
 enum {
     CU_MEM_ALLOCATION_TYPE_PINNED = 1,
     CU_MEM_LOCATION_TYPE_DEVICE = 1,
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
+    CU_MEM_CREATE_USAGE_TILE_POOL = 1,
     CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0,
     CU_MEMHOSTREGISTER_PORTABLE = 1,
+    CU_MEMHOSTREGISTER_DEVICEMAP = 2,
     CU_STREAM_NON_BLOCKING = 1,
+    CU_CTX_SYNC_MEMOPS = 0x80,
     CU_EVENT_DISABLE_TIMING = 2,
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102,
     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103,
@@ -83,11 +116,6 @@ enum {
     F(cuMemGetAllocationGranularity, (size_t *, const CUmemAllocationProp *, int))                                     \
     F(cuMemAddressReserve, (CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long))                           \
     F(cuMemAddressFree, (CUdeviceptr, size_t))                                                                         \
-    F(cuMemCreate, (CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long))          \
-    F(cuMemRelease, (CUmemGenericAllocationHandle))                                                                    \
-    F(cuMemMap, (CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long))                       \
-    F(cuMemUnmap, (CUdeviceptr, size_t))                                                                               \
-    F(cuMemSetAccess, (CUdeviceptr, size_t, const CUmemAccessDesc *, size_t))                                          \
     F(cuMemHostRegister_v2, (void *, size_t, unsigned int))                                                            \
     F(cuMemHostUnregister, (void *))                                                                                   \
     F(cuMemcpyDtoHAsync_v2, (void *, CUdeviceptr, size_t, CUstream))                                                   \
@@ -101,12 +129,26 @@ enum {
 
 /* Functions that an older driver may lack. */
 #define OPTIONAL_FUNCTIONS(F)                                                                                          \
+    F(cuCtxGetFlags, (unsigned int *))                                                                                 \
+    F(cuCtxGetId, (CUcontext, unsigned long long *))                                                                   \
+    F(cuCtxSetFlags, (unsigned int))                                                                                   \
     F(cuDevicePrimaryCtxGetState, (CUdevice, unsigned int *, int *))                                                   \
     F(cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice))                                                               \
+    F(cuDeviceGetDefaultMemPool, (CUmemoryPool *, CUdevice))                                                           \
+    F(cuDeviceGetMemPool, (CUmemoryPool *, CUdevice))                                                                  \
+    F(cuStreamGetCtx, (CUstream, CUcontext *))                                                                         \
     F(cuEventQuery, (CUevent))                                                                                         \
-    F(cuMemExportToShareableHandle, (void *, CUmemGenericAllocationHandle, int, unsigned long long))                   \
+    F(cuLaunchKernel,                                                                                                  \
+      (CUfunction, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int,   \
+       CUstream, void **, void **))                                                                                    \
+    F(cuMemHostGetDevicePointer_v2, (CUdeviceptr *, void *, unsigned int))                                             \
     F(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle *, void *, int))                                   \
+    F(cuMemsetD8Async, (CUdeviceptr, unsigned char, size_t, CUstream))                                                 \
+    F(cuModuleGetFunction, (CUfunction *, CUmodule, const char *))                                                     \
+    F(cuModuleLoadData, (CUmodule *, const void *))                                                                    \
+    F(cuModuleUnload, (CUmodule))                                                                                      \
     F(cuStreamIsCapturing, (CUstream, int *))                                                                          \
+    F(cuStreamQuery, (CUstream))                                                                                       \
     F(cuThreadExchangeStreamCaptureMode, (int *))
 
 /* Functions that this library defines itself and that programs call instead of the driver's; the CUDA version since
@@ -125,15 +167,46 @@ enum {
     F(cuIpcOpenMemHandle, 4010, (CUdeviceptr *, CUipcMemHandle, unsigned int))                                         \
     F(cuIpcOpenMemHandle_v2, 11000, (CUdeviceptr *, CUipcMemHandle, unsigned int))                                     \
     F(cuMemAlloc_v2, 3020, (CUdeviceptr *, size_t))                                                                    \
+    F(cuMemAllocAsync, 11020, (CUdeviceptr *, size_t, CUstream))                                                       \
+    F(cuMemAllocAsync_ptsz, 11020, (CUdeviceptr *, size_t, CUstream))                                                  \
+    F(cuMemAllocFromPoolAsync, 11020, (CUdeviceptr *, size_t, CUmemoryPool, CUstream))                                 \
+    F(cuMemAllocFromPoolAsync_ptsz, 11020, (CUdeviceptr *, size_t, CUmemoryPool, CUstream))                            \
     F(cuMemAllocManaged, 6000, (CUdeviceptr *, size_t, unsigned int))                                                  \
     F(cuMemAllocPitch_v2, 3020, (CUdeviceptr *, size_t *, size_t, size_t, unsigned int))                               \
+    F(cuMemCreate, 10020,                                                                                              \
+      (CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long))                       \
+    F(cuMemExportToShareableHandle, 10020, (void *, CUmemGenericAllocationHandle, int, unsigned long long))            \
     F(cuMemFree_v2, 3020, (CUdeviceptr))                                                                               \
     F(cuMemFreeAsync, 11020, (CUdeviceptr, CUstream))                                                                  \
     F(cuMemFreeAsync_ptsz, 11020, (CUdeviceptr, CUstream))                                                             \
     F(cuMemGetAddressRange_v2, 3020, (CUdeviceptr *, size_t *, CUdeviceptr))                                           \
+    F(cuMemGetAllocationPropertiesFromHandle, 10020, (CUmemAllocationProp *, CUmemGenericAllocationHandle))            \
+    F(cuMemGetHandleForAddressRange, 11070, (void *, CUdeviceptr, size_t, int, unsigned long long))                    \
+    F(cuMemGetInfo_v2, 3020, (size_t *, size_t *))                                                                     \
+    F(cuMemMap, 10020, (CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long))                \
+    F(cuMemMapArrayAsync, 11010, (CUarrayMapInfo *, unsigned int, CUstream))                                           \
+    F(cuMemMapArrayAsync_ptsz, 11010, (CUarrayMapInfo *, unsigned int, CUstream))                                      \
+    F(cuMemPoolCreate, 11020, (CUmemoryPool *, const CUmemPoolProps *))                                                \
+    F(cuMemPoolDestroy, 11020, (CUmemoryPool))                                                                         \
+    F(cuMemPoolGetAttribute, 11020, (CUmemoryPool, int, void *))                                                       \
+    F(cuMemPoolSetAttribute, 11020, (CUmemoryPool, int, void *))                                                       \
+    F(cuMemPoolTrimTo, 11020, (CUmemoryPool, size_t))                                                                  \
+    F(cuMemRelease, 10020, (CUmemGenericAllocationHandle))                                                             \
     F(cuMemRetainAllocationHandle, 11000, (CUmemGenericAllocationHandle *, void *))                                    \
+    F(cuMemSetAccess, 10020, (CUdeviceptr, size_t, const CUmemAccessDesc *, size_t))                                   \
+    F(cuMemUnmap, 10020, (CUdeviceptr, size_t))                                                                        \
+    F(cuMulticastBindAddr, 12010,                                                                                      \
+      (CUmemGenericAllocationHandle, size_t, CUdeviceptr, size_t, unsigned long long))                                 \
+    F(cuMulticastBindAddr_v2, 13010,                                                                                   \
+      (CUmemGenericAllocationHandle, CUdevice, size_t, CUdeviceptr, size_t, unsigned long long))                       \
+    F(cuMulticastBindMem, 12010,                                                                                       \
+      (CUmemGenericAllocationHandle, size_t, CUmemGenericAllocationHandle, size_t, size_t, unsigned long long))        \
+    F(cuMulticastBindMem_v2, 13010,                                                                                    \
+      (CUmemGenericAllocationHandle, CUdevice, size_t, CUmemGenericAllocationHandle, size_t, size_t,                   \
+       unsigned long long))                                                                                            \
     F(cuPointerGetAttribute, 4000, (void *, int, CUdeviceptr))                                                         \
     F(cuPointerGetAttributes, 7000, (unsigned int, int *, void **, CUdeviceptr))                                       \
+    F(cuPointerSetAttribute, 6000, (const void *, int, CUdeviceptr))                                                   \
     F(cuStreamBeginCapture, 10000, (CUstream))                                                                         \
     F(cuStreamBeginCapture_ptsz, 10000, (CUstream))                                                                    \
     F(cuStreamBeginCapture_v2, 10010, (CUstream, int))                                                                 \
@@ -171,3 +244,11 @@ const struct driver *any_driver(void);
 
 /* The library of `any_driver`, which has been found. */
 void *library_of_driver(void);
+/* Whether an address is in that library, as far as it has been used; in any thread, without a lock. */
+bool is_code_of_driver(const void *address);
+
+/* The driver as ``original``, in a function that stands in for one of its own that it may lack. */
+#define DRIVER_WITH(name)                                                                                              \
+    const struct driver *original = any_driver();                                                                      \
+    if (original == NULL || original->name == NULL)                                                                    \
+        return CUDA_ERROR_NOT_INITIALIZED

@@ -7,6 +7,7 @@
 #include <limits.h>
 #include <linux/magic.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -25,6 +26,8 @@ static size_t size;
 static char *memory; /* anonymous; NULL: files */
 static int directory = -1;
 static atomic_int direct; /* O_DIRECT, for files that are not in memory */
+static char *zeros;       /* for each huge page whether it holds zeros only; NULL: that is not known */
+static size_t last_extended; /* the extent that has its full length for zeros */
 
 char *map_huge_pages(size_t bytes)
 {
@@ -122,6 +125,19 @@ static CUresult move(size_t offset, char *buffer, size_t bytes, int flags)
     return result;
 }
 
+/* Give an extent its full length.  Code that writes to it at the same time does not write beyond that. */
+static CUresult extend(size_t extent)
+{
+    size_t rest = size - extent * EXTENT_BYTES, length = rest < EXTENT_BYTES ? rest : EXTENT_BYTES;
+    int file = open_extent(extent * EXTENT_BYTES, O_WRONLY | O_CREAT);
+    if (file < 0)
+        return result_of(errno);
+    bool done = fchmod(file, 0600) == 0 && ftruncate(file, (off_t)length) == 0;
+    CUresult result = done ? CUDA_SUCCESS : result_of(errno);
+    close(file);
+    return result;
+}
+
 /* -- files or anonymous memory */
 
 CUresult host_memory_create(size_t bytes)
@@ -136,6 +152,9 @@ CUresult host_memory_create(size_t bytes)
     else if ((memory = map_huge_pages(bytes)) == NULL)
         return CUDA_ERROR_OUT_OF_MEMORY;
     size = bytes;
+    zeros = mmap(NULL, bytes / HUGE_PAGE + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    zeros = zeros != MAP_FAILED ? zeros : NULL;
+    last_extended = SIZE_MAX;
     return CUDA_SUCCESS;
 }
 
@@ -184,10 +203,32 @@ CUresult host_memory_read(size_t offset, void *to, size_t bytes)
     return CUDA_SUCCESS;
 }
 
+CUresult host_memory_set_zero(size_t offset, size_t bytes)
+{
+    size_t first = offset / EXTENT_BYTES, last = (offset + bytes - 1) / EXTENT_BYTES;
+    CUresult result = CUDA_SUCCESS;
+    for (size_t extent = first; extent <= last && memory == NULL && result == CUDA_SUCCESS; extent++)
+        if (extent != last_extended && (result = extend(extent)) == CUDA_SUCCESS)
+            last_extended = extent;
+    if (result == CUDA_SUCCESS && zeros != NULL && offset % HUGE_PAGE == 0 && bytes % HUGE_PAGE == 0)
+        memset(zeros + offset / HUGE_PAGE, 1, bytes / HUGE_PAGE);
+    return result;
+}
+
+bool host_memory_is_zero(size_t offset, size_t bytes)
+{
+    if (zeros == NULL || offset % HUGE_PAGE != 0 || bytes % HUGE_PAGE != 0)
+        return false;
+    return memchr(zeros + offset / HUGE_PAGE, 0, bytes / HUGE_PAGE) == NULL;
+}
+
 void host_memory_free(void)
 {
     if (size == 0)
         return;
+    if (zeros != NULL)
+        munmap(zeros, size / HUGE_PAGE + 1);
+    zeros = NULL;
     host_memory_close();
     int opened = memory == NULL ? open_directory() : -1;
     if (memory != NULL)

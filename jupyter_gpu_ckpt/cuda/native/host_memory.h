@@ -29,6 +29,12 @@ CUresult host_memory_prefault(size_t offset, size_t bytes);
 CUresult host_memory_write(size_t offset, const void *from, size_t bytes);
 CUresult host_memory_read(size_t offset, void *to, size_t bytes);
 
+/* Have a range hold zeros, instead of a write: it takes no memory.  By one thread; others may write at the same time. */
+CUresult host_memory_set_zero(size_t offset, size_t bytes);
+
+/* Whether that was done for the whole range: if not, it can be read, as any other. */
+bool host_memory_is_zero(size_t offset, size_t bytes);
+
 /* Free it, if there is one; takes half a second for a hundred GiB. */
 void host_memory_free(void);
 

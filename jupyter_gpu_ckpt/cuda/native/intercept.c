@@ -11,6 +11,7 @@
 #include "launch_gate.h"
 #include "managed.h"
 #include "memory_wait.h"
+#include "pools.h"
 #include "serving.h"
 
 /* Smaller allocations, rounded up to the driver's granularity, would waste more than they gain: the driver swaps
@@ -24,13 +25,15 @@ CUdeviceptr serve(size_t bytes)
     if (!may_serve(bytes) || driver() == NULL || !capture_permits_allocations())
         return 0;
     collect_freed(false);
-    return allocation_create(bytes);
+    return allocation_create(bytes, 0);
 }
 
 static CUresult wait_for_work(CUcontext context)
 {
     const struct driver *cu = driver();
     CUcontext popped;
+    if (context == NULL) /* it was destroyed, and its work is done */
+        return CUDA_SUCCESS;
     CUresult result = cu->cuCtxPushCurrent_v2(context);
     if (result != CUDA_SUCCESS)
         return result;
@@ -41,13 +44,15 @@ static CUresult wait_for_work(CUcontext context)
 
 CUresult free_served(CUdeviceptr address, CUcontext context)
 {
-    if (capture_is_active()) {
-        CUresult result = capture_refuses_frees();
-        return result == CUDA_SUCCESS ? allocation_postpone(address, NULL) : result;
-    }
-    CUresult result = wait_for_work(context);
+    struct allocation freed = {.pool = 0};
+    launch_gate_wait();
+    allocation_at(address, &freed);
+    bool later = capture_is_active();
+    CUresult result = later ? capture_refuses_frees() : wait_for_work(context);
     if (result == CUDA_SUCCESS)
-        result = allocation_destroy(address);
+        result = later ? allocation_postpone(address, NULL, NULL) : allocation_destroy(address);
+    if (result == CUDA_SUCCESS && freed.pool != 0)
+        pools_freed(freed.pool, freed.requested, freed.bytes);
     collect_freed(false);
     return result;
 }
@@ -71,7 +76,10 @@ static bool becomes_unused(const struct allocation *allocation)
 /* Not while a stream is captured: even the query of an event could end that. */
 bool collect_freed(bool wait)
 {
-    return driver() != NULL && !capture_is_active() && allocations_collect(wait ? becomes_unused : is_unused) != 0;
+    if (driver() == NULL || capture_is_active())
+        return false;
+    bool any = allocations_collect(wait ? becomes_unused : is_unused) != 0;
+    return (wait && pools_trim(0, 0, true)) || any;
 }
 
 /* -- the driver's functions */
@@ -149,52 +157,4 @@ CUresult cuMemFree_v2(CUdeviceptr address)
         return result;
     }
     return free_served(address, context);
-}
-
-/* Free it once the work before this on the stream is done; nobody waits for that here.  Other streams that use it are
- * the program's concern, as with the driver. */
-static CUresult free_behind(CUdeviceptr address, CUstream stream)
-{
-    const struct driver *cu = driver();
-    CUevent event;
-    CUresult result = cu->cuEventCreate(&event, CU_EVENT_DISABLE_TIMING);
-    if (result != CUDA_SUCCESS)
-        return result;
-    result = cu->cuEventRecord(event, stream);
-    if (result == CUDA_SUCCESS)
-        result = allocation_postpone(address, event);
-    if (result != CUDA_SUCCESS)
-        cu->cuEventDestroy_v2(event);
-    return result;
-}
-
-/* The handle of the calling thread's own default stream, which 0 means to functions that end in _ptsz. */
-#define PER_THREAD_STREAM ((CUstream)2)
-
-static CUresult free_async(CUdeviceptr address, CUstream stream, bool per_thread,
-                           CUresult (*original)(CUdeviceptr, CUstream))
-{
-    CUcontext context;
-    managed_remove(address);
-    if (address == 0 || !allocation_lookup(address, &context) ||
-        capture_includes(per_thread && stream == NULL ? PER_THREAD_STREAM : stream))
-        return original(address, stream);
-    collect_freed(false);
-    return free_behind(address, per_thread && stream == NULL ? PER_THREAD_STREAM : stream);
-}
-
-CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
-{
-    const struct driver *original = any_driver();
-    if (original == NULL || original->cuMemFreeAsync == NULL)
-        return CUDA_ERROR_NOT_INITIALIZED;
-    return free_async(address, stream, false, original->cuMemFreeAsync);
-}
-
-CUresult cuMemFreeAsync_ptsz(CUdeviceptr address, CUstream stream)
-{
-    const struct driver *original = any_driver();
-    if (original == NULL || original->cuMemFreeAsync_ptsz == NULL)
-        return CUDA_ERROR_NOT_INITIALIZED;
-    return free_async(address, stream, true, original->cuMemFreeAsync_ptsz);
 }

@@ -13,11 +13,14 @@
 #include <unistd.h>
 
 #include "allocations.h"
+#include "control.h"
+#include "launch_gate.h"
 
 /* The beginning of our handles; the driver's begin otherwise. */
 struct handle {
     char mark[16];
     unsigned long long process, number, bytes; /* an address may be another allocation's later */
+    long long suffix;                          /* of the socket (`control.h`) */
 };
 static const char mark[16] = "gpu-ckpt memory";
 
@@ -39,10 +42,12 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
     if (original == NULL || original->cuIpcGetMemHandle == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
     if (handle == NULL || original->cuMemExportToShareableHandle == NULL ||
-        !allocation_containing(address, &allocation) || own_process() == 0)
+        !allocation_containing(address, &allocation) || allocation.pool != 0 || own_process() == 0)
         return original->cuIpcGetMemHandle(handle, address);
-    struct handle ours = {
-        .process = own_process(), .number = allocation_share(allocation.address), .bytes = allocation.bytes};
+    struct handle ours = {.process = own_process(),
+                          .number = allocation_share(allocation.address),
+                          .bytes = allocation.bytes,
+                          .suffix = control_suffix()};
     if (ours.number == 0)
         return CUDA_ERROR_INVALID_VALUE;
     memcpy(ours.mark, mark, sizeof mark);
@@ -110,11 +115,15 @@ static int receive(int connection)
 static int request(const struct handle *handle)
 {
     char line[64];
+    struct sockaddr_un name = source;
+    size_t base = strlen(name.sun_path);
+    if (handle->suffix != 0)
+        snprintf(name.sun_path + base, sizeof name.sun_path - base, "-%lld", handle->suffix);
     int descriptor = -1, connection = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     int length = snprintf(line, sizeof line, "export %llx %llx\n", handle->process, handle->number);
     if (connection < 0)
         return -1;
-    if (source.sun_path[0] != '\0' && connect(connection, (struct sockaddr *)&source, sizeof source) == 0 &&
+    if (source.sun_path[0] != '\0' && connect(connection, (struct sockaddr *)&name, sizeof name) == 0 &&
         send(connection, line, (size_t)length, MSG_NOSIGNAL) == length)
         descriptor = receive(connection);
     close(connection);
@@ -221,6 +230,7 @@ CUresult cuIpcCloseMemHandle(CUdeviceptr address)
     const struct driver *original = any_driver();
     if (original == NULL || original->cuIpcCloseMemHandle == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
+    launch_gate_wait();
     pthread_mutex_lock(&opening);
     struct mapped **at = &all_mapped, *found;
     while (*at != NULL && (*at)->address != address)

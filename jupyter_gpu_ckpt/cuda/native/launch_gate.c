@@ -171,6 +171,12 @@ CUresult launch_gate_pass(void)
     return result;
 }
 
+void launch_gate_wait(void)
+{
+    while (launch_gate_pass() == CUDA_ERROR_OPERATING_SYSTEM)
+        ;
+}
+
 /* -- names */
 
 /* The length of a name without the endings of a variant: _v2, _ptsz and the like. */
@@ -243,6 +249,8 @@ static size_t index_of(const void *function)
 {
     return ((uintptr_t)function - (uintptr_t)gpu_ckpt_gated) / FUNCTION_BYTES;
 }
+
+bool launch_gate_has_function(const void *function) { return index_of(function) < NAMES; }
 
 bool launch_gate_is_missing(const void *function)
 {
@@ -369,6 +377,7 @@ __asm__(".macro gpu_ckpt_next\n"
 #else
 
 void launch_gate_prepare(void *library) { (void)library; }
+bool launch_gate_has_function(const void *function) { return (void)function, false; }
 bool launch_gate_is_missing(const void *function) { return (void)function, false; }
 void *launch_gate_function(void *original) { return original; }
 

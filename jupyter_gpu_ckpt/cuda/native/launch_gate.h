@@ -27,11 +27,18 @@ bool launch_gate_has(const char *name);
  * if there are too many. */
 void *launch_gate_function(void *original);
 
-/* Whether a function is one that this library exports and that the driver lacks. */
+/* Whether a function is one that this library exports by a name. */
+bool launch_gate_has_function(const void *function);
+
+/* The same, and the driver lacks it. */
 bool launch_gate_is_missing(const void *function);
 
 /* Pass the gate: CUDA_SUCCESS, or the error to return instead of calling the driver. */
 CUresult launch_gate_pass(void);
+
+/* The same for a call that gives something back, or ends something: an error would leave it with a program that does not
+ * try again, so an interrupt does not end this wait. */
+void launch_gate_wait(void);
 
 /* Close the gate, for some seconds or, with 0, until it is opened. */
 void launch_gate_close(double seconds);

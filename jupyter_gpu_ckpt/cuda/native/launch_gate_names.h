@@ -2,7 +2,8 @@
  *
  * The names that libcuda.so.1 has of them in CUDA 13.0 (cuda.h), all variants; in the order of the names without endings,
  * by which they are found.  A newer variant of a function passes the gate, too, where a program looks it up.  The
- * functions that allocate and that this library has its own of pass it there (`intercept.c`, `managed.c`).
+ * functions that allocate and that this library has its own of pass it there (`intercept.c`, `managed.c`,
+ * `stream_ordered.c`, `virtual_memory.c`).
  */
 #pragma once
 
@@ -11,6 +12,7 @@
     F(cuCtxRecordEvent)                                                                                                \
     F(cuCtxSynchronize) F(cuCtxSynchronize_v2)                                                                         \
     F(cuCtxWaitEvent)                                                                                                  \
+    F(cuEventElapsedTime) F(cuEventElapsedTime_v2)                                                                     \
     F(cuEventQuery)                                                                                                    \
     F(cuEventRecord) F(cuEventRecord_ptsz)                                                                             \
     F(cuEventRecordWithFlags) F(cuEventRecordWithFlags_ptsz)                                                           \
@@ -32,15 +34,11 @@
     F(cuLaunchHostFunc) F(cuLaunchHostFunc_ptsz)                                                                       \
     F(cuLaunchKernel) F(cuLaunchKernel_ptsz)                                                                           \
     F(cuLaunchKernelEx) F(cuLaunchKernelEx_ptsz)                                                                       \
-    F(cuMemAllocAsync) F(cuMemAllocAsync_ptsz)                                                                         \
-    F(cuMemAllocFromPoolAsync) F(cuMemAllocFromPoolAsync_ptsz)                                                         \
     F(cuMemAllocHost) F(cuMemAllocHost_v2)                                                                             \
     F(cuMemBatchDecompressAsync) F(cuMemBatchDecompressAsync_ptsz)                                                     \
-    F(cuMemCreate)                                                                                                     \
     F(cuMemDiscardAndPrefetchBatchAsync) F(cuMemDiscardAndPrefetchBatchAsync_ptsz)                                     \
     F(cuMemDiscardBatchAsync) F(cuMemDiscardBatchAsync_ptsz)                                                           \
     F(cuMemHostAlloc)                                                                                                  \
-    F(cuMemMapArrayAsync) F(cuMemMapArrayAsync_ptsz)                                                                   \
     F(cuMemPrefetchAsync) F(cuMemPrefetchAsync_ptsz) F(cuMemPrefetchAsync_v2) F(cuMemPrefetchAsync_v2_ptsz)            \
     F(cuMemPrefetchBatchAsync) F(cuMemPrefetchBatchAsync_ptsz)                                                         \
     F(cuMemcpy) F(cuMemcpy_ptds)                                                                                       \

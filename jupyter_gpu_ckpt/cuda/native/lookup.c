@@ -144,6 +144,18 @@ static void *other_library(void)
     return any_driver() != NULL ? library_of_driver() : dlopen("libc.so.6", RTLD_LAZY | RTLD_NOLOAD);
 }
 
+/* Whether a lookup that finds this library's function would find none without it: there is no driver, or not in what all
+ * libraries can see.  The scope of who looks by RTLD_DEFAULT, in which the driver may be, cannot be asked. */
+static bool is_only_ours(void *library, const char *name)
+{
+    if (library == RTLD_DEFAULT || library == RTLD_NEXT ? any_driver() != NULL
+                                                        : library != dlopen(NULL, RTLD_LAZY | RTLD_NOLOAD))
+        return false;
+    return original_dlsym(RTLD_NEXT, name) == NULL;
+}
+
+static struct answer nowhere(void) { return (struct answer){NULL, dlopen("libc.so.6", RTLD_LAZY | RTLD_NOLOAD)}; }
+
 /* Of a function that passes the launch gate.  A lookup must not find what only this library has. */
 static struct answer gated(void *library, const char *name)
 {
@@ -151,6 +163,8 @@ static struct answer gated(void *library, const char *name)
     void *found = original_dlsym(by_scope ? RTLD_DEFAULT : library, name);
     if (launch_gate_is_missing(found))
         return (struct answer){NULL, other_library()};
+    if (launch_gate_has_function(found) && is_only_ours(library, name))
+        return nowhere();
     if (by_scope || found == NULL || any_driver() == NULL || found != original_dlsym(library_of_driver(), name))
         return (struct answer){NULL, library};
     return (struct answer){launch_gate_function(found), library};
@@ -164,7 +178,12 @@ struct answer gpu_ckpt_stand_in(void *library, const char *name)
         at++;
     if (at == COUNT && launch_gate_has(name))
         return gated(library, name);
-    if (at == COUNT || library == RTLD_DEFAULT || library == RTLD_NEXT)
+    if (at == COUNT)
+        return (struct answer){NULL, library};
+    bool by_scope = library == RTLD_DEFAULT || library == RTLD_NEXT;
+    if (original_dlsym(by_scope ? RTLD_DEFAULT : library, name) == stand_ins[at].own && is_only_ours(library, name))
+        return nowhere();
+    if (by_scope)
         return (struct answer){NULL, library};
     const struct driver *driver = any_driver();
     void *original = driver != NULL ? original_of(&stand_ins[at], driver) : NULL;

@@ -15,5 +15,6 @@
 #define HAS_DLSYM 0
 #endif
 
-/* `dlsym` as it is without this library; not for RTLD_NEXT, and for RTLD_DEFAULT with the scope of this library. */
+/* `dlsym` as it is without this library; for RTLD_DEFAULT with the scope of this library, for RTLD_NEXT what comes after
+ * it. */
 void *original_dlsym(void *library, const char *name);

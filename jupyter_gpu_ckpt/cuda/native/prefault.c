@@ -11,6 +11,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "context_memory.h"
+#include "driver.h"
+
 #define EXPORT __attribute__((visibility("default")))
 #define LARGE ((size_t)64 << 20)
 #define SLICE ((size_t)32 << 20)
@@ -71,6 +74,8 @@ EXPORT void *mmap(void *address, size_t bytes, int protection, int flags, int fi
     if (memory != MAP_FAILED) {
         madvise(memory, bytes, MADV_HUGEPAGE);
         prefault_all(memory, bytes);
+        if (is_code_of_driver(__builtin_return_address(0)))
+            context_memory_note(memory, bytes);
     }
     return memory;
 }

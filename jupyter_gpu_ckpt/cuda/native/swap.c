@@ -2,6 +2,7 @@
 
 #include "copies.h"
 #include "host_memory.h"
+#include "mappings.h"
 
 static bool is_swapped_out; /* the valid content is in host memory, and some allocations or all have no device memory */
 static bool is_spent;       /* everything was swapped in, and host memory can be freed */
@@ -22,7 +23,11 @@ void swap_free_host(void)
 struct amounts swap_amounts(void)
 {
     struct amounts amounts = {0};
+    size_t count, bytes;
     allocations_total(&amounts.allocations, &amounts.bytes);
+    mappings_total(&count, &bytes);
+    amounts.allocations += count;
+    amounts.bytes += bytes;
     amounts.swapped_out = is_swapped_out ? host_memory_bytes() : 0;
     return amounts;
 }
@@ -36,9 +41,11 @@ CUresult swap_copy_out(void)
     struct allocation *table = allocations_table(&slots);
     for (size_t at = 0; at < slots; at++)
         if (table[at].address != 0) {
-            table[at].offset = table[at].shared ? NOT_COPIED : bytes;
-            bytes += table[at].shared ? 0 : table[at].bytes;
+            bool stays = table[at].shared || table[at].context == NULL;
+            table[at].offset = stays ? NOT_COPIED : bytes;
+            bytes += stays ? 0 : table[at].bytes;
         }
+    bytes = mappings_plan(bytes);
     if (bytes == 0)
         return CUDA_SUCCESS;
     CUresult result = copies_wait();
@@ -76,6 +83,8 @@ CUresult swap_free_device(void)
     CUresult result = copies_pending() ? copies_wait() : CUDA_SUCCESS;
     if (result == CUDA_SUCCESS)
         result = each_copied(allocation_unmap, false);
+    if (result == CUDA_SUCCESS)
+        result = mappings_unmap(false);
     if (result != CUDA_SUCCESS)
         swap_in();
     return result;
@@ -89,12 +98,17 @@ CUresult swap_in(void)
     if (result == CUDA_SUCCESS)
         result = each_copied(allocation_map, false);
     if (result == CUDA_SUCCESS)
+        result = mappings_map();
+    if (result == CUDA_SUCCESS)
         result = copies_run(false);
     if (result != CUDA_SUCCESS) {
-        if (!copies_pending() || copies_wait() == CUDA_SUCCESS)
+        if (!copies_pending() || copies_wait() == CUDA_SUCCESS) {
             each_copied(allocation_unmap, true);
+            mappings_unmap(true);
+        }
         return result;
     }
+    mappings_swapped_in();
     is_swapped_out = false;
     is_spent = true;
     return CUDA_SUCCESS;

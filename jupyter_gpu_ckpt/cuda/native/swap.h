@@ -9,7 +9,7 @@ struct amounts {
 };
 struct amounts swap_amounts(void);
 
-/* The steps below run while the table is locked (`allocations_lock`) and every thread of the process except the
+/* The steps below run while the table is locked (`table_lock_for_swap`) and every thread of the process except the
  * driver's own is stopped: a write to an allocation after its copy and before its memory is freed would be lost. */
 
 /* Copy every allocation to host memory.  After failure there is no copy, and every allocation is as it was. */

@@ -15,17 +15,21 @@
 
 struct CUctx_st {
     int device;
+    unsigned long long id; /* another one each time that it is made */
+    unsigned int flags;
+    CUresult failed; /* of a kernel: the result of most calls from then on */
     CUstream first; /* of its streams, the one that ``double_launch`` uses among them */
     CUstream launches;
     struct CUctx_st *other;
 };
 struct operation {
-    enum { OUT, IN, FILL } kind;
+    enum { OUT, IN, FILL, SET, LAUNCH } kind;
     CUdeviceptr device;
     char *host;
     size_t bytes;
     int value;
     unsigned delay;
+    struct launch launch;
     struct operation *after;
 };
 struct CUstream_st {
@@ -49,6 +53,7 @@ struct CUevent_st {
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static CUcontext contexts, primary;
+static unsigned long long last_id;
 static size_t stream_count, event_count;
 static unsigned delay;
 
@@ -57,6 +62,9 @@ static _Thread_local size_t depth;
 
 CUcontext current_context(void) { return depth ? stack[depth - 1] : NULL; }
 CUdevice device_of(CUcontext context) { return context->device; }
+CUresult failed(CUcontext context) { return context != NULL ? context->failed : CUDA_SUCCESS; }
+
+EXPORT void double_break(CUresult result) { current_context()->failed = result; }
 
 static CUcontext needed(const char *function)
 {
@@ -77,9 +85,17 @@ int can_access(CUdevice from, CUdevice to) { return from == to || getenv("DOUBLE
 
 static pthread_rwlock_t driver_lock = PTHREAD_RWLOCK_INITIALIZER;
 static pthread_mutex_t writers_mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t suspended_mutex = PTHREAD_MUTEX_INITIALIZER; /* locked while the process is */
+
+void wait_while_suspended(void)
+{
+    pthread_mutex_lock(&suspended_mutex);
+    pthread_mutex_unlock(&suspended_mutex);
+}
 
 void lock_for_writing(void)
 {
+    wait_while_suspended();
     pthread_rwlock_wrlock(&driver_lock);
     pthread_mutex_lock(&writers_mutex);
     pthread_mutex_unlock(&writers_mutex);
@@ -107,9 +123,30 @@ static void unlock(void) { pthread_rwlock_unlock(&driver_lock); }
 
 /* The driver's own memory, which is away while it has suspended the process.  Some calls read it without the lock. */
 static volatile int *own_memory;
+static atomic_bool suspended;
 
-static void take_memory(void) { mprotect((void *)own_memory, sizeof *own_memory, PROT_NONE); }
-static void return_memory(void) { mprotect((void *)own_memory, sizeof *own_memory, PROT_READ); }
+static void take_memory(void)
+{
+    pthread_mutex_lock(&suspended_mutex);
+    atomic_store(&suspended, true);
+    mprotect((void *)own_memory, sizeof *own_memory, PROT_NONE);
+}
+
+static void return_memory(void)
+{
+    mprotect((void *)own_memory, sizeof *own_memory, PROT_READ);
+    atomic_store(&suspended, false);
+    pthread_mutex_unlock(&suspended_mutex);
+}
+
+bool is_suspended(void) { return atomic_load(&suspended); }
+
+/* As a GPU does it (docs/measurements.md): calls that wait for work, or ask for it, end a suspended process. */
+static void read_own_memory(void)
+{
+    if (own_memory != NULL)
+        (void)*own_memory;
+}
 
 /* A thread of the driver: what it does while there is a file, and says so by another. */
 struct duty {
@@ -156,6 +193,14 @@ EXPORT void double_suspend_file(const char *file)
         misuse("the driver has no memory of its own");
     own_memory = memory;
     keep_at(file, "suspended", take_memory, return_memory);
+}
+
+/* As memory of a suspended context is mapped; the caller fills it. */
+EXPORT void *double_map(size_t bytes)
+{
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
+    void *volatile memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    return memory; /* volatile: not by a tail call, whose caller is another */
 }
 
 /* -- devices and contexts */
@@ -208,6 +253,7 @@ static CUcontext made(int device)
     CUcontext context = calloc(1, sizeof *context);
     context->device = device;
     pthread_mutex_lock(&mutex);
+    context->id = ++last_id;
     context->other = contexts;
     contexts = context;
     pthread_mutex_unlock(&mutex);
@@ -251,6 +297,7 @@ static CUcontext retain_primary(size_t more)
             primary = made(0);
         else if (!exists(primary)) {
             primary->other = contexts;
+            primary->id = ++last_id;
             contexts = primary;
         }
         more = 1;
@@ -361,6 +408,20 @@ EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice 
     return cuCtxPushCurrent_v2(*context);
 }
 
+EXPORT CUresult cuCtxGetFlags(unsigned int *flags)
+{
+    ENTER();
+    *flags = needed(__func__)->flags;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxSetFlags(unsigned int flags)
+{
+    ENTER();
+    needed(__func__)->flags = flags;
+    return CUDA_SUCCESS;
+}
+
 EXPORT CUresult cuCtxGetDevice(CUdevice *device)
 {
     ENTER();
@@ -379,7 +440,8 @@ EXPORT int double_at_once(void) { return atomic_load(&at_once); }
 
 static void perform(const struct operation *operation, CUcontext context)
 {
-    if (operation->kind != FILL) {
+    bool copies = operation->kind == OUT || operation->kind == IN;
+    if (copies) {
         unsigned bit = 1u << context->device, now = atomic_fetch_or(&copying, bit) | bit;
         int count = __builtin_popcount(now), most = atomic_load(&at_once);
         while (count > most && !atomic_compare_exchange_weak(&at_once, &most, count))
@@ -387,12 +449,16 @@ static void perform(const struct operation *operation, CUcontext context)
     }
     if (operation->delay != 0)
         usleep(operation->delay);
-    if (operation->kind != FILL)
+    if (copies)
         atomic_fetch_and(&copying, ~(1u << context->device));
     if (operation->kind == OUT)
         device_to_host(operation->host, operation->device, operation->bytes);
     else if (operation->kind == IN)
         host_to_device(operation->device, operation->host, operation->bytes);
+    else if (operation->kind == SET)
+        set_device(operation->device, operation->value, operation->bytes);
+    else if (operation->kind == LAUNCH)
+        run_kernel(&operation->launch, context);
     else
         for (size_t at = 0; at < operation->bytes; at++)
             ((volatile char *)operation->device)[at] = (char)operation->value;
@@ -401,7 +467,7 @@ static void perform(const struct operation *operation, CUcontext context)
 static void *run(void *argument)
 {
     CUstream stream = argument;
-    pthread_setname_np(pthread_self(), "cuda-double");
+    pthread_setname_np(pthread_self(), "cuda-EvtHandlr");
     pthread_mutex_lock(&mutex);
     for (;;) {
         while (stream->first == NULL && !stream->ends)
@@ -477,6 +543,35 @@ static void ask(CUstream stream, struct operation wanted, const char *function)
     pthread_mutex_unlock(&mutex);
 }
 
+void launch_on(CUstream stream, struct launch launch, const char *function)
+{
+    ask(stream, (struct operation){.kind = LAUNCH, .launch = launch}, function);
+}
+
+void need_context(CUcontext context, const char *function)
+{
+    if (!exists(context))
+        misuse("%s: of a context that was destroyed", function);
+}
+
+EXPORT CUresult cuCtxGetId(CUcontext context, unsigned long long *id)
+{
+    ENTER();
+    if (!exists(context))
+        return CUDA_ERROR_INVALID_CONTEXT;
+    *id = context->id;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemsetD8Async(CUdeviceptr device, unsigned char value, size_t bytes, CUstream stream)
+{
+    ENTER();
+    if (!device_range_is_usable(device, bytes, CU_MEM_ACCESS_FLAGS_PROT_READWRITE))
+        misuse("cuMemsetD8Async(%#llx, %zu): not the device's", device, bytes);
+    ask(actual(stream), (struct operation){.kind = SET, .device = device, .bytes = bytes, .value = value}, __func__);
+    return CUDA_SUCCESS;
+}
+
 EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned int flags)
 {
     ENTER();
@@ -498,8 +593,8 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
     stream->ends = true;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
-    pthread_join(stream->thread, NULL);
-    free(stream);
+    pthread_join(stream->thread, NULL); /* events of it still exist, so it is not freed */
+    free_deferred(stream);
     __atomic_sub_fetch(&stream_count, 1, __ATOMIC_RELAXED);
     return CUDA_SUCCESS;
 }
@@ -507,21 +602,24 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
 EXPORT CUresult cuStreamSynchronize(CUstream stream)
 {
     ENTER();
+    read_own_memory();
     pthread_mutex_lock(&mutex);
     place(needed(__func__), stream, __func__);
     while (stream->done != stream->asked)
         pthread_cond_wait(&changed, &mutex);
     pthread_mutex_unlock(&mutex);
-    return CUDA_SUCCESS;
+    free_deferred(stream);
+    return failed(current_context());
 }
 
 /* As the real one, it does not wait at the lock. */
 EXPORT CUresult cuStreamQuery(CUstream stream)
 {
     ENTER();
-    if (own_memory != NULL)
-        (void)*own_memory;
+    read_own_memory();
     CUcontext context = needed(__func__);
+    if (context->failed != CUDA_SUCCESS)
+        return context->failed;
     if (stream <= (CUstream)2 && context->launches == NULL)
         return CUDA_SUCCESS; /* nothing was ever launched */
     stream = actual(stream);
@@ -532,9 +630,20 @@ EXPORT CUresult cuStreamQuery(CUstream stream)
     return result;
 }
 
+EXPORT CUresult cuStreamGetCtx(CUstream stream, CUcontext *context)
+{
+    ENTER();
+    stream = actual(stream);
+    if (stream == NULL)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    *context = stream->context;
+    return CUDA_SUCCESS;
+}
+
 EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags)
 {
     ENTER();
+    wait_while_suspended();
     if (flags != CU_EVENT_DISABLE_TIMING)
         misuse("cuEventCreate: nobody wants to know the time");
     *event = calloc(1, sizeof **event);
@@ -543,9 +652,17 @@ EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags)
     return CUDA_SUCCESS;
 }
 
+/* The real driver frees it with its context. */
+static void need_its_context(CUevent event, const char *function)
+{
+    if (!exists(event->context))
+        misuse("%s: an event of a context that was destroyed", function);
+}
+
 EXPORT CUresult cuEventDestroy_v2(CUevent event)
 {
     ENTER();
+    need_its_context(event, __func__);
     free(event);
     __atomic_sub_fetch(&event_count, 1, __ATOMIC_RELAXED);
     return CUDA_SUCCESS;
@@ -568,19 +685,26 @@ EXPORT CUresult cuEventRecord(CUevent event, CUstream stream)
 EXPORT CUresult cuEventSynchronize(CUevent event)
 {
     ENTER();
+    read_own_memory();
+    need_its_context(event, __func__);
     pthread_mutex_lock(&mutex);
     if (event->stream == NULL)
         misuse("cuEventSynchronize: never recorded");
-    place(event->context, event->stream, __func__);
+    if (!event->stream->ends)
+        place(event->context, event->stream, __func__);
     while (event->stream->done < event->asked)
         pthread_cond_wait(&changed, &mutex);
+    CUstream stream = event->stream;
     pthread_mutex_unlock(&mutex);
-    return CUDA_SUCCESS;
+    free_deferred(stream);
+    return failed(event->context);
 }
 
 EXPORT CUresult cuEventQuery(CUevent event)
 {
     ENTER();
+    read_own_memory();
+    need_its_context(event, __func__);
     CUresult result = permitted_during_capture();
     if (result != CUDA_SUCCESS)
         return result;
@@ -701,10 +825,14 @@ EXPORT CUresult cuStreamEndCapture_ptsz(CUstream stream, CUgraph *graph)
 EXPORT CUresult cuCtxSynchronize(void)
 {
     ENTER();
+    read_own_memory();
     CUcontext context = needed(__func__);
+    if (context->failed != CUDA_SUCCESS)
+        return context->failed;
     if (invalidate(context))
         return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     finish_work(context);
+    free_deferred(NULL);
     return CUDA_SUCCESS;
 }
 
@@ -714,30 +842,36 @@ size_t events_outstanding(void) { return __atomic_load_n(&event_count, __ATOMIC_
 EXPORT CUresult cuMemcpyDtoHAsync_v2(void *host, CUdeviceptr device, size_t bytes, CUstream stream)
 {
     ENTER();
-    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes))
+    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes, 1))
         misuse("%s(%p, %#llx, %zu): outside of what is there", __func__, host, device, bytes);
-    ask(stream, (struct operation){OUT, device, host, bytes, 0, delay, NULL}, __func__);
+    struct operation wanted = {.kind = OUT, .device = device, .host = host, .bytes = bytes, .delay = delay};
+    ask(stream, wanted, __func__);
     return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void *host, size_t bytes, CUstream stream)
 {
     ENTER();
-    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes))
+    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes, 3))
         misuse("%s(%#llx, %p, %zu): outside of what is there", __func__, device, host, bytes);
-    ask(stream, (struct operation){IN, device, (char *)host, bytes, 0, delay, NULL}, __func__);
+    struct operation wanted = {.kind = IN, .device = device, .host = (char *)host, .bytes = bytes, .delay = delay};
+    ask(stream, wanted, __func__);
     return CUDA_SUCCESS;
 }
 
 EXPORT void double_set_delay(unsigned microseconds) { delay = microseconds; }
 
+EXPORT CUresult double_launch_on(CUstream stream, CUdeviceptr address, size_t bytes, int value, unsigned microseconds)
+{
+    if (!device_range_is_usable(address, bytes, 3))
+        misuse("an illegal address: %#llx, %zu bytes", address, bytes);
+    struct operation wanted = {.kind = FILL, .device = address, .bytes = bytes, .value = value, .delay = microseconds};
+    ask(actual(stream), wanted, __func__);
+    return CUDA_SUCCESS;
+}
+
 EXPORT CUresult double_launch(CUdeviceptr address, size_t bytes, int value, unsigned microseconds)
 {
-    CUcontext context = needed(__func__);
-    if (context->launches == NULL)
-        context->launches = stream_of(context);
-    if (!device_range_is_usable(address, bytes))
-        misuse("an illegal address: %#llx, %zu bytes", address, bytes);
-    ask(context->launches, (struct operation){FILL, address, NULL, bytes, value, microseconds, NULL}, __func__);
-    return CUDA_SUCCESS;
+    needed(__func__);
+    return double_launch_on(NULL, address, bytes, value, microseconds);
 }

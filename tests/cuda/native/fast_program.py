@@ -66,7 +66,8 @@ class Program:
         self.argv = [sys.executable, str(directory / "program.py"), repr(sizes)]
         self.env = {**os.environ, "LD_LIBRARY_PATH": str(doubles)}
         if library is not None:
-            self.env |= {"LD_PRELOAD": str(library), fastpath.VARIABLE: str(directory / fastpath.SOCKET)}
+            path = str(directory / fastpath.SOCKET)
+            self.env |= {"LD_PRELOAD": str(library), fastpath.VARIABLE: path, fastpath.CHILDREN_VARIABLE: path}
 
     def holds_its_memory(self) -> None:
         until((self.directory / "ready").exists, "the program holds its memory")
@@ -131,6 +132,6 @@ def frozen(kernel: Kernel) -> bool:
     states = {}
     for task in Path(f"/proc/{kernel.pid}/task").iterdir():
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        if not name.startswith(("gpu-ckpt", "cuda-double", "cuda0000000d00e")):
+        if not name.startswith(("gpu-ckpt", "cuda-EvtHandlr", "cuda0000000d00e")):
             states[task.name] = rest.split()[0]
     return set(states.values()) == {"t"}

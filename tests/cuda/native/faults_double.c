@@ -5,10 +5,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "double.h"
 
-#define MOST 96
+#define MOST 128
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct {
@@ -22,6 +23,10 @@ static struct {
     bool lasting;
     CUresult result;
 } fault;
+static struct {
+    char function[48];
+    unsigned microseconds;
+} slow;
 
 void misuse(const char *format, ...)
 {
@@ -52,8 +57,20 @@ CUresult entered(const char *function)
         if (fault.seen == fault.nth || (fault.lasting && fault.seen > fault.nth))
             result = fault.result;
     }
+    unsigned wait = strcmp(slow.function, function) == 0 ? slow.microseconds : 0;
+    slow.microseconds -= wait; /* for one call */
     pthread_mutex_unlock(&mutex);
+    if (wait != 0)
+        usleep(wait);
     return result;
+}
+
+EXPORT void double_slow(const char *function, unsigned microseconds)
+{
+    pthread_mutex_lock(&mutex);
+    snprintf(slow.function, sizeof slow.function, "%s", function);
+    slow.microseconds = microseconds;
+    pthread_mutex_unlock(&mutex);
 }
 
 EXPORT void double_fail(const char *function, long nth, bool lasting, CUresult result)

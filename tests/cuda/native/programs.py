@@ -45,7 +45,9 @@ class Programs:
 def build_doubles(directory: Path, *, without: str | None = None) -> Path:
     """libcuda.so.1 and libcudart.so.13; ``without``: a function that this driver lacks."""
     lacking = [f"-D{without}={without}_of_a_newer_driver"] if without else []
-    driver = ["faults_double.c", "memory_double.c", "driver_double.c", "lookup_double.c", "-Wl,-Bsymbolic", "-lpthread"]
+    names = ("faults", "memory", "driver", "lookup", "calls", "modules")
+    sources = [f"{name}_double.c" for name in names]
+    driver = [*sources, "-Wl,-Bsymbolic", "-lpthread"]
     cc(*DOUBLE, *lacking, "-Wl,-soname,libcuda.so.1", "-o", directory / "libcuda.so.1", *driver)
     cc(*DOUBLE, "-Wl,-soname,libcudart.so.13", "-o", directory / "libcudart.so.13", "runtime_double.c", "-ldl")
     return directory

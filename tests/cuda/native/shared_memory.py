@@ -41,6 +41,41 @@ def open_twice(raw: bytes, answers: multiprocessing.Queue[object]) -> None:
     answers.put([*results, "LD_PRELOAD" in outside or "GPU_CKPT_SHARED" in outside])
 
 
+def give(handles: multiprocessing.Queue[bytes], done: multiprocessing.Queue[object]) -> None:
+    """Put a handle of a worker's own memory into ``handles``, and keep the memory until ``done``."""
+    cu, address, handle = driver(), ctypes.c_ulonglong(), Handle()
+    assert cu.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(SIZE)) == 0
+    ctypes.memset(address.value, 9, SIZE)
+    assert cu.cuIpcGetMemHandle(ctypes.byref(handle), address) == 0
+    handles.put(bytes(handle))
+    done.get()
+
+
+def opened(raw: bytes) -> tuple[int, bool]:
+    """Open a handle; return the result, and whether the memory is a worker's of `give`."""
+    cu, address = driver(), ctypes.c_ulonglong()
+    result = cu.cuIpcOpenMemHandle_v2(ctypes.byref(address), Handle.from_buffer_copy(raw), 1)
+    return result, result == 0 and ctypes.string_at(address.value, SIZE) == b"\x09" * SIZE
+
+
+def open_given(raw: bytes, answers: multiprocessing.Queue[object]) -> None:
+    answers.put(opened(raw))
+
+
+def of_a_worker(context: multiprocessing.context.BaseContext) -> None:
+    handles, done, answers = context.Queue(), context.Queue(), context.Queue()
+    giver = context.Process(target=give, args=(handles, done))
+    giver.start()
+    raw = handles.get(timeout=60)
+    print("of a worker, in the kernel", *opened(raw))
+    other = context.Process(target=open_given, args=(raw, answers))
+    other.start()
+    print("of a worker, in another", *answers.get(timeout=60))
+    done.put(None)
+    giver.join()
+    other.join()
+
+
 def ask(path: str, verb: str) -> dict[str, int]:
     with socket.socket(socket.AF_UNIX) as control:
         control.connect(path)
@@ -48,7 +83,7 @@ def ask(path: str, verb: str) -> dict[str, int]:
         return json.loads(control.recv(4096))
 
 
-def main(method: str, path: str) -> None:
+def main(method: str, path: str, of: str = "kernel") -> None:
     cu = driver()
     shared, other = ctypes.c_ulonglong(), ctypes.c_ulonglong()
     for address, value in ((shared, 5), (other, 7)):
@@ -75,6 +110,8 @@ def main(method: str, path: str) -> None:
         handles.add(bytes(handle))
         assert cu.cuMemFree_v2(shared) == 0
     print("handles", len(handles))
+    if of == "both":
+        of_a_worker(context)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <signal.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -58,17 +59,82 @@ static int driver_free(void *address)
                                 : DRIVER(CUresult, cuMemFree_v2, CUdeviceptr)((CUdeviceptr)address);
 }
 
+/* -- memory that the program maps itself */
+
+#define GRAIN ((size_t)2 << 20)
+
+static size_t rounded(size_t bytes) { return (bytes + GRAIN - 1) / GRAIN * GRAIN; }
+
+static int map_memory(void **address, size_t bytes, CUmemGenericAllocationHandle *handle)
+{
+    CUmemAllocationProp wanted = {.type = CU_MEM_ALLOCATION_TYPE_PINNED};
+    CUmemAccessDesc access = {.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    CUdeviceptr reserved = 0;
+    DRIVER(CUresult, cuCtxGetDevice, CUdevice *)(&wanted.location.id);
+    wanted.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access.location = wanted.location;
+    bytes = rounded(bytes);
+    int result = DRIVER(CUresult, cuMemAddressReserve, CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long)(
+        &reserved, bytes, GRAIN, 0, 0);
+    if (result == 0)
+        result = DRIVER(CUresult, cuMemCreate, CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *,
+                        unsigned long long)(handle, bytes, &wanted, 0);
+    if (result == 0)
+        result = DRIVER(CUresult, cuMemMap, CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle,
+                        unsigned long long)(reserved, bytes, 0, *handle, 0);
+    if (result == 0)
+        result = DRIVER(CUresult, cuMemSetAccess, CUdeviceptr, size_t, const CUmemAccessDesc *, size_t)(reserved, bytes,
+                                                                                                        &access, 1);
+    *address = (void *)reserved;
+    return result;
+}
+
+static int release_memory(CUmemGenericAllocationHandle handle)
+{
+    return DRIVER(CUresult, cuMemRelease, CUmemGenericAllocationHandle)(handle);
+}
+
+static int unmap_memory(void *address, size_t bytes)
+{
+    int result = DRIVER(CUresult, cuMemUnmap, CUdeviceptr, size_t)((CUdeviceptr)address, rounded(bytes));
+    if (result == 0)
+        result = DRIVER(CUresult, cuMemAddressFree, CUdeviceptr, size_t)((CUdeviceptr)address, rounded(bytes));
+    return result;
+}
+
 /* -- memory with contents that tell where they belong */
+
+static int alloc_in_order(void **address, size_t bytes)
+{
+    CUdeviceptr made = 0;
+    int result = DRIVER(CUresult, cuMemAllocAsync, CUdeviceptr *, size_t, CUstream)(&made, bytes, NULL);
+    *address = (void *)made;
+    return result;
+}
+
+static int driver_free_in_order(void *address)
+{
+    return DRIVER(CUresult, cuMemFreeAsync, CUdeviceptr, CUstream)((CUdeviceptr)address, NULL);
+}
+
+/* How it is asked for: of the runtime, of the driver, mapped, mapped with a handle that is released at once, and in the
+ * order of the default stream. */
+enum api { RUNTIME, BY_DRIVER, MAPPED, RELEASED, ORDERED, APIS };
+static const char *const apis[APIS] = {"cuda", "cu", "map", "released", "async"};
 
 struct held {
     unsigned char *memory;
     size_t bytes, step;
+    bool zeros; /* instead of bytes that are none */
     unsigned seed;
-    bool by_driver;
+    enum api api;
+    CUmemGenericAllocationHandle handle;
 };
 
 static unsigned char byte_of(const struct held *held, size_t at)
 {
+    if (held->zeros)
+        return 0;
     return (unsigned char)(((at * 0x9E3779B97F4A7C15ull + held->seed * 0xD1B54A32D192ED03ull) >> 56) | 1);
 }
 
@@ -90,25 +156,31 @@ BY_GPU static bool intact(const struct held *held)
     return held->memory[held->bytes - 1] == byte_of(held, held->bytes - 1);
 }
 
-static int obtain(struct held *held, size_t bytes, bool by_driver, size_t step, unsigned seed)
+static int obtain(struct held *held, size_t bytes, enum api api, size_t step, bool zeros, unsigned seed)
 {
     void *memory = NULL;
-    int result = by_driver ? driver_alloc(&memory, bytes) : cudaMalloc(&memory, bytes);
+    CUmemGenericAllocationHandle handle = 0;
+    int result = api == RUNTIME     ? cudaMalloc(&memory, bytes)
+                 : api == BY_DRIVER ? driver_alloc(&memory, bytes)
+                 : api == ORDERED   ? alloc_in_order(&memory, bytes)
+                                    : map_memory(&memory, bytes, &handle);
+    if (result == 0 && api == RELEASED)
+        result = release_memory(handle);
     if (result != 0)
         return result;
-    *held = (struct held){memory, bytes, step, seed, by_driver};
+    *held = (struct held){memory, bytes, step, zeros, seed, api, handle};
     fill(held);
     return 0;
 }
 
-static int driver_free_in_order(void *address)
-{
-    return DRIVER(CUresult, cuMemFreeAsync, CUdeviceptr, CUstream)((CUdeviceptr)address, NULL);
-}
-
 static int give_back(struct held *held)
 {
-    int result = held->by_driver ? driver_free(held->memory) : cudaFree(held->memory);
+    int result = held->api == RUNTIME     ? cudaFree(held->memory)
+                 : held->api == BY_DRIVER ? driver_free(held->memory)
+                 : held->api == ORDERED   ? driver_free_in_order(held->memory)
+                                          : unmap_memory(held->memory, held->bytes);
+    if (result == 0 && held->api == MAPPED)
+        result = release_memory(held->handle);
     if (result == 0)
         held->memory = NULL;
     return result;
@@ -154,7 +226,7 @@ static void *churn(void *argument)
             atomic_fetch_add(&wrong, 1);
         each->memory = NULL;
         size_t bytes = ((size_t)1 << 20) + (size_t)rand_r(&random) % ((size_t)5 << 20);
-        if (obtain(each, bytes, rand_r(&random) % 2, SPARSE / 8, turn) != 0)
+        if (obtain(each, bytes, rand_r(&random) % APIS, SPARSE / 8, false, turn) != 0)
             atomic_fetch_add(&wrong, 1);
         if (turn % 4 == 0 && synchronize() != 0)
             atomic_fetch_add(&wrong, 1);
@@ -175,17 +247,21 @@ static void *churn(void *argument)
 
 static void alloc(const char *words)
 {
-    char api[8], density[8];
+    char api[16], density[8];
+    int chosen = 0;
     size_t count, bytes;
-    if (sscanf(words, "%zu %zu %7s %7s", &count, &bytes, api, density) != 4) {
-        puts("how many, bytes, cuda|cu, full|sparse");
+    if (sscanf(words, "%zu %zu %15s %7s", &count, &bytes, api, density) != 4) {
+        puts("how many, bytes, cuda|cu|map|released|async, full|sparse|zeros");
         return;
     }
+    while (chosen < APIS - 1 && strcmp(api, apis[chosen]) != 0)
+        chosen++;
     cudaFree(NULL);
     size_t first = allocation_count;
     for (size_t at = 0; at < count; at++, allocation_count++) {
-        int result = obtain(&allocations[allocation_count], bytes, strcmp(api, "cu") == 0,
-                            strcmp(density, "full") == 0 ? 1 : SPARSE, (unsigned)allocation_count);
+        int result = obtain(&allocations[allocation_count], bytes, (enum api)chosen,
+                            strcmp(density, "sparse") == 0 ? SPARSE : 1, strcmp(density, "zeros") == 0,
+                            (unsigned)allocation_count);
         if (result != 0) {
             printf("error %d\n", result);
             return;
@@ -293,6 +369,27 @@ static void child_sockets(void)
     printf("%d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
 }
 
+/* Map so many MiB as the driver, which asks for some bytes less, or as the program, with every 256th page filled. */
+static void map(const char *who, size_t mib)
+{
+    size_t bytes = mib << 20;
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
+    char *memory = strcmp(who, "driver") == 0 ? DRIVER(void *, double_map, size_t)(bytes - 1000)
+                                              : mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    for (size_t at = 0; at < bytes; at += SPARSE)
+        memset(memory + at, 1 + (int)(at / SPARSE % 255), 4096);
+    printf("%p\n", (void *)memory);
+}
+
+/* The bytes of that memory which are not what they were. */
+static size_t bytes_changed(const char *memory, size_t mib)
+{
+    size_t found = 0;
+    for (size_t at = 0; at < mib << 20; at++)
+        found += memory[at] != (at % SPARSE < 4096 ? (char)(1 + at / SPARSE % 255) : 0);
+    return found;
+}
+
 static void perform(char *line)
 {
     char *words = strchr(line, ' ');
@@ -301,7 +398,14 @@ static void perform(char *line)
     char name[64];
     long nth;
     int lasting, result;
-    if (strcmp(line, "alloc") == 0)
+    void *memory;
+    if (strcmp(line, "map") == 0 && sscanf(words, "%63s %zu", name, &number) == 2)
+        map(name, number);
+    else if (strcmp(line, "changed") == 0 && sscanf(words, "%p %zu", &memory, &number) == 2)
+        printf("%zu\n", bytes_changed(memory, number));
+    else if (strcmp(line, "unmap") == 0 && sscanf(words, "%p %zu", &memory, &number) == 2)
+        printf("%d\n", munmap(memory, number << 20));
+    else if (strcmp(line, "alloc") == 0)
         alloc(words);
     else if (strcmp(line, "free") == 0)
         printf("%d\n", give_back(&allocations[number]));
@@ -350,8 +454,10 @@ static void perform(char *line)
     } else if (strcmp(line, "pop") == 0) {
         CUcontext popped;
         printf("%d\n", DRIVER(CUresult, cuCtxPopCurrent_v2, CUcontext *)(&popped));
-    } else if (strcmp(line, "churn") == 0) {
-        looked_up("cuCtxSynchronize"); /* before there are threads that do */
+    } else if (strcmp(line, "reset") == 0)
+        printf("%d\n", DRIVER(CUresult, cuDevicePrimaryCtxReset_v2, CUdevice)(0));
+    else if (strcmp(line, "churn") == 0) {
+        looked_up("cuCtxSynchronize"); /* which opens the driver's library, before there are threads that do */
         for (; thread_count < number; thread_count++)
             pthread_create(&threads[thread_count], NULL, churn, (void *)(uintptr_t)(thread_count + 1));
         puts("ok");
@@ -388,6 +494,10 @@ static void perform(char *line)
         fflush(stdout);
         if (system(words) != 0)
             exit(3);
+    } else if (strcmp(line, "trim") == 0) {
+        CUmemoryPool pool = NULL;
+        DRIVER(CUresult, cuDeviceGetDefaultMemPool, CUmemoryPool *, CUdevice)(&pool, 0);
+        printf("%d\n", DRIVER(CUresult, cuMemPoolTrimTo, CUmemoryPool, size_t)(pool, 0));
     } else if (strcmp(line, "memory") == 0) {
         size_t free_bytes, all;
         result = cudaMemGetInfo(&free_bytes, &all);

@@ -7,14 +7,15 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from programs import Programs
+from programs import HERE, Programs
 from waiting import until
 
 SOCKET_VARIABLE = "JUPYTER_GPU_CKPT_FAST_SOCKET"
@@ -165,3 +166,36 @@ def running(
 def listening(subject: Subject) -> None:
     """The library listens from the first large allocation on."""
     until(subject.path.exists, "the library listens")
+
+
+Ask = Callable[[str], Any]
+
+
+@contextlib.contextmanager
+def asking(programs: Programs, doubles: Path, script: str, socket: Path | None, **variables: str) -> Iterator[Ask]:
+    """Run a program in Python that answers expressions, with the library if ``socket`` is given.
+
+    Nothing may be wrong at its end.
+    """
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(doubles), **variables}
+    if socket is not None:
+        environment |= {"LD_PRELOAD": str(programs.library), SOCKET_VARIABLE: str(socket)}
+    command = [sys.executable, str(HERE / script)]
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+
+    def ask(expression: str) -> Any:
+        print(expression, file=process.stdin, flush=True)
+        line = process.stdout.readline()
+        assert line, f"{expression}: {process.communicate(timeout=PATIENCE)[1]}"
+        return eval(line)
+
+    try:
+        yield ask
+        assert process.communicate(timeout=PATIENCE) == ("", "")
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.communicate()

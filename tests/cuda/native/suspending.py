@@ -11,23 +11,38 @@ from waiting import until
 
 from jupyter_gpu_ckpt.testing.fake_cuda import FakeDriver, FakeProcess
 
-#: Defines ``query(path)``, in a program that uses the double: a thread asks every 10 ms whether the GPU has done its
-#: work, which does not wait while the driver is locked, and counts the answers.  ``path``: see `SuspendingDriver`.
+#: Defines ``query(path)``, in a program that uses the double: threads make calls every 10 ms that do not wait while the
+#: driver is locked, one each; the answers of the first are counted.  Each of them ends a suspended process, but for
+#: that about free memory, which fails.  ``path``: see `SuspendingDriver`.
 QUERIES = """
 import ctypes, os, signal, threading, time
 queries, errors, heard = [0], [], []
 def query(path, libcuda="libcuda.so.1"):
     driver, context = ctypes.CDLL(libcuda), ctypes.c_void_p()
+    stream, event, free, total = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
     driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+    before = ctypes.c_void_p()
+    driver.cuCtxGetCurrent(ctypes.byref(before))
+    driver.cuCtxSetCurrent(context)
+    assert driver.cuStreamCreate(ctypes.byref(stream), 1) == driver.cuEventCreate(ctypes.byref(event), 2) == 0
+    assert driver.cuEventRecord(event, stream) == driver.cuCtxSetCurrent(before) == 0
     driver.double_suspend_file(path.encode())
-    def run():
+    def run(name, arguments, count):
         driver.cuCtxSetCurrent(context)
         while True:
-            if result := driver.cuStreamQuery(None):
-                errors.append(result)
-            queries[0] += 1
+            if result := driver[name](*arguments):
+                errors.append((name, result))
+            queries[0] += count
             time.sleep(0.01)
-    threading.Thread(target=run, daemon=True, name="StreamStatus").start()
+    for at, (name, *arguments) in enumerate((
+        ("cuStreamQuery", None),
+        ("cuStreamSynchronize", stream),
+        ("cuEventQuery", event),
+        ("cuEventSynchronize", event),
+        ("cuCtxSynchronize",),
+        ("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total)),
+    )):
+        threading.Thread(target=run, args=(name, arguments, at == 0), daemon=True, name=name[:15]).start()
 """
 
 

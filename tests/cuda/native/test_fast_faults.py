@@ -45,14 +45,20 @@ def retry(subject: Subject, control: Control) -> None:
     subject.intact(len(SIZES))
 
 
-@pytest.fixture(params=[1, 2], ids=["one device", "two devices"])
+@pytest.fixture(
+    params=[(1, "cuda"), (2, "cuda"), (1, "map"), (2, "map"), (1, "released"), (1, "async"), (1, "zeros")],
+    ids=["one device", "two devices", "mapped", "mapped, two devices", "handles released", "in order", "zeros"],
+)
 def filled(request, programs, doubles):
-    """A subject with a block of each of the `SIZES`, on as many devices."""
-    with running(programs, doubles, environment={"DOUBLE_DEVICES": str(request.param)}) as subject:
+    """A subject with a block of each of the `SIZES`, on as many devices, allocated in one way."""
+    devices, api = request.param
+    environment = {"DOUBLE_DEVICES": str(devices), **({"DOUBLE_DIRTY": "1"} if api == "zeros" else {})}
+    with running(programs, doubles, environment=environment) as subject:
         for number, size in enumerate(SIZES):
-            device = number % request.param
+            device = number % devices
             assert device == 0 or subject.ask("context", device) == "0"
-            subject.alloc(1, size, density="full")
+            density = "zeros" if api == "zeros" and number != 0 else "full"
+            subject.alloc(1, size, api if api != "zeros" else "cuda", density)
             assert device == 0 or subject.ask("pop") == "0"
         yield subject
 

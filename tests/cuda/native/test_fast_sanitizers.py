@@ -69,6 +69,7 @@ def resting(subject: Subject) -> Iterator[None]:
 def hammer(subject: Subject, threads: int, rounds: int, still) -> None:
     """Rounds while threads of the subject allocate, write, check and free."""
     kept = [subject.alloc(1, size * MIB, density="sparse") for size in (2, 3, 8)]
+    kept.append(subject.alloc(1, 6 * MIB, density="zeros"))
     assert subject.ask("churn", threads) == "ok"
     with subject.control() as control:
         for turn in range(rounds):
@@ -85,6 +86,7 @@ def hammer(subject: Subject, threads: int, rounds: int, still) -> None:
     subject.intact(len(kept))
     for number in kept:
         subject.free(number)
+    assert subject.ask("synchronize") == subject.ask("trim") == "0"
     out = subject.outstanding()
     assert {kind: count for kind, count in out.items() if count} == {}
 
@@ -183,8 +185,8 @@ def test_threads_rest_under_tsan_for_long(with_tsan, doubles):
 @pytest.mark.parametrize("verb", VERBS)
 def test_faults_under_asan(with_asan, doubles, verb):
     with running(with_asan, doubles, environment=OPTIONS) as subject:
-        for size in (2 * MIB, 2 * MIB + 5):
-            subject.alloc(1, size)
+        for size, density in ((2 * MIB, "zeros"), (2 * MIB + 5, "sparse")):
+            subject.alloc(1, size, density=density)
         with subject.control() as control:
             for nth in range(1, 1 + sum(calls_of(subject, control, verb).values())):
                 control.must(*VERBS[: VERBS.index(verb)])

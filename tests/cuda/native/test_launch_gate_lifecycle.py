@@ -167,7 +167,7 @@ def test_without_another_owner_it_opens_by_itself(kernel):
 
 def test_a_library_that_is_busy_or_of_another_release_is_done_without(kernel, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(fastpath, "_VERSION", 3)
+        patch.setattr(fastpath, "_VERSION", fastpath._VERSION + 1)
         kernel.path().close_launch_gate()
     goes_on(kernel)
     monkeypatch.setattr(fastpath, "_SHORT_SECONDS", 0.1)

@@ -166,7 +166,7 @@ def test_a_node_without_memory_or_disk_space_refuses_the_image(kernel, monkeypat
 def test_a_place_that_cannot_be_had_is_no_reason_to_fill_the_memory(kernel, monkeypatch, failing):
     """Neither by the library nor by the driver: there is none."""
 
-    def refused(*_) -> None:
+    def refused(*_, **__) -> None:
         raise CapsuleError("no")
 
     begin, arena = spill.begin, Capsule.host_memory

@@ -1,0 +1,176 @@
+"""Parts of device memory that hold only zeros are found by the GPU, and never copied."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zero_scan
+from programs import build_doubles
+from recorder import Recorder
+from subject import MIB, Control, Subject, running
+
+#: Copies of parts, out and in; and what finds and writes zeros.
+COPIES = ("cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2")
+FOUND_BY = ("cuModuleLoadData", "cuModuleGetFunction", "cuMemHostGetDevicePointer_v2", "cuLaunchKernel")
+WRITTEN_BY = "cuMemsetD8Async"
+#: Fresh device memory of the double holds what somebody else has left.
+DIRTY = {"DOUBLE_DIRTY": "1"}
+FAULT = 999
+
+
+def test_the_double_answers_as_the_kernel_must(programs, doubles):
+    """`tests/gpu/test_device_zeros.py` runs the same on a GPU."""
+    command = [sys.executable, zero_scan.__file__, str(programs.library), "20"]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(doubles)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.fixture(params=["extents", "anonymous memory"])
+def subject(request, programs, doubles):
+    with running(programs, doubles, environment=DIRTY) as subject:
+        if request.param == "extents":
+            extents(subject).mkdir(parents=True)
+        yield subject
+
+
+def extents(subject: Subject) -> Path:
+    return subject.path.parent / "host-memory" / "gpu-ckpt-extents"
+
+
+def rounds(subject: Subject, control: Control, copies: int) -> None:
+    """Swap out and in twice; each time as many parts are copied."""
+    count = subject.ask("check")
+    for _ in range(2):
+        subject.fail()
+        control.must("copy_out", "free")
+        assert [subject.calls().get(copy, 0) for copy in COPIES] == [copies, 0]
+        control.must("swap_in")
+        assert [subject.calls().get(copy, 0) for copy in COPIES] == [copies, copies]
+        assert subject.ask("check") == count
+
+
+@pytest.mark.parametrize("api", ["cuda", "map", "async"])
+def test_only_parts_with_other_bytes_are_copied(subject, api):
+    """Memory of zeros only, with nothing but zeros behind or before other bytes, and of other bytes."""
+    subject.alloc(1, 6 * MIB, api, "zeros")  # parts of 4 MiB and of 2 MiB
+    subject.alloc(1, 6 * MIB, api, "full")
+    subject.alloc(3, 2 * MIB, api, "zeros")
+    subject.alloc(1, 34 * MIB, api, "zeros")
+    subject.alloc(1, 2 * MIB, api, "full")
+    with subject.control() as control:
+        rounds(subject, control, copies=3)
+        control.must("copy_out", "free")
+        if extents(subject).exists():
+            files = sorted(extents(subject).iterdir())
+            lengths = [each.stat().st_size for each in files]
+            assert lengths[:-1] == [16 * MIB] * (len(files) - 1), "each has its length, whatever it holds"
+            assert sum(lengths) == 54 * MIB
+            assert sum(each.stat().st_blocks for each in files) * 512 <= 9 * MIB, "zeros take no memory"
+        control.must("swap_in")
+    subject.intact(7)
+
+
+def test_what_was_zero_is_copied_when_it_is_not_and_the_other_way_round(subject):
+    one = subject.alloc(1, 4 * MIB, "cuda", "zeros")
+    subject.alloc(1, 4 * MIB, "cuda", "zeros")
+    with subject.control() as control:
+        rounds(subject, control, copies=0)
+        assert subject.ask("launch", one) == subject.ask("synchronize") == "0"
+        last = subject.ask("last", one)
+        assert last != "0"
+        subject.fail()
+        control.must("copy_out", "free", "swap_in")
+        assert [subject.calls().get(copy, 0) for copy in COPIES] == [1, 1]
+        assert subject.ask("last", one) == last
+        subject.free(one)
+        subject.alloc(1, 4 * MIB, "cuda", "zeros")
+        rounds(subject, control, copies=0)
+
+
+@pytest.mark.parametrize("function", FOUND_BY)
+def test_where_the_kernel_cannot_run_all_is_copied(subject, function):
+    subject.alloc(2, 4 * MIB, "cuda", "zeros")
+    with subject.control() as control:
+        subject.fail(function, 1, FAULT, lasting=True)
+        control.must("copy_out", "free")
+        assert subject.calls()[COPIES[0]] == 2
+        control.must("swap_in")
+        assert subject.calls()[COPIES[1]] == 2
+        subject.fail()
+        rounds(subject, control, copies=0)
+    subject.intact(2)
+
+
+def test_where_zeros_cannot_be_written_they_are_copied(subject):
+    subject.alloc(2, 4 * MIB, "cuda", "zeros")
+    with subject.control() as control:
+        subject.fail(WRITTEN_BY, 1, FAULT, lasting=True)
+        control.must("copy_out", "free", "swap_in")
+        assert [subject.calls()[copy] for copy in COPIES if copy in subject.calls()] == [2]
+    subject.intact(2)
+
+
+def test_work_that_the_driver_does_not_finish_fails_the_copy(subject):
+    subject.alloc(1, 4 * MIB, "cuda", "zeros")
+    with subject.control() as control:
+        subject.fail("cuStreamSynchronize", 2, FAULT)  # after the dry run's
+        assert control.ask("copy_out")["cuda"] == FAULT
+        subject.fail()
+        rounds(subject, control, copies=0)
+    subject.intact(1)
+
+
+def test_the_kernel_is_loaded_once_in_each_context_and_again_in_one_that_has_its_handle(subject):
+    def loads(wanted: int) -> None:
+        subject.fail()
+        control.must("copy_out", "free", "swap_in")
+        assert subject.calls().get("cuModuleLoadData", 0) == wanted
+
+    subject.alloc(1, 4 * MIB, "cuda", "zeros")
+    with subject.control() as control:
+        loads(1)
+        loads(0)
+        assert subject.ask("context") == "0"
+        subject.alloc(1, 4 * MIB, "cu", "zeros")
+        loads(1)
+        loads(0)
+        assert subject.ask("pop") == "0"
+    subject.intact(2)
+
+
+@pytest.mark.parametrize("lacking", [None, "cuCtxGetId"])
+def test_a_context_that_was_reset_has_no_kernel_any_more(programs, tmp_path, lacking):
+    """Its handle is the next one's; also where the driver gives contexts no numbers."""
+    with running(programs, build_doubles(tmp_path, without=lacking)) as subject:
+        one = subject.alloc(1, 4 * MIB, "cuda", "zeros")
+        with subject.control() as control:
+            control.must("copy_out", "free", "swap_in")
+            subject.free(one)
+            assert subject.ask("reset") == "0"
+            subject.alloc(1, 4 * MIB, "cuda", "zeros")
+            subject.fail()
+            control.must("copy_out", "free", "swap_in")
+            assert subject.calls()["cuModuleLoadData"] == 1
+        subject.intact(1)
+
+
+def test_zeros_go_to_an_image_and_come_back(fast_kernel):
+    """Also after a restore, which fills the extents anew, and with other zeros the next time."""
+    kernel = fast_kernel()
+    contents, events = "[set(ctypes.string_at(at, size)) for at, size in held]", Recorder()
+    kernel.lifecycle.trace.sinks.append(events)
+    kernel.program.ask("ctypes.memset(held[2][0], 0, held[2][1])")
+    for wanted in ([{1}, {2}, {0}], [{1}, {0}, {0}]):
+        for leave, come in (("suspend", "resume"), ("checkpoint", "wake"), ("suspend", "wake")):
+            getattr(kernel.lifecycle, leave)()
+            getattr(kernel.lifecycle, come)()
+            assert kernel.program.ask(contents) == wanted
+        kernel.program.ask("ctypes.memset(held[1][0], 0, held[1][1])")
+    parts = {event.step: [*event.parts] for event in events.completed() if event.parts}
+    assert parts["cuda_suspend"] == ["inspect", "lock", "swap_out", "freeze", "driver"]
+    assert parts["cuda_resume"] == ["children", "driver", "swap_in"]

@@ -37,7 +37,7 @@ class Watcher(Program):
 
     def __init__(self, way: str) -> None:
         super().__init__(way)
-        self._identities: dict[int, int] = {}
+        self._identities: dict[int, dict[int, int]] = {}
 
     def has(self, name: str) -> bool:
         try:
@@ -54,7 +54,10 @@ class Watcher(Program):
         if attribute in ADDRESSES:
             return (len(written), self.near(value))
         if attribute in IDENTITIES:
-            return (len(written), self._identities.setdefault(value, len(self._identities)))
+            known = self._identities.setdefault(attribute, {})
+            return (len(written), known.setdefault(value, len(known)))
+        if attribute == P2P_TOKENS:  # which are others in each process
+            return len(written) > 0
         if attribute == DECOMPRESSED:
             return len(written)
         return (len(written), bool(value) if attribute == POOL else value)

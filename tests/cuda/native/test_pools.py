@@ -8,7 +8,7 @@ from waiting import until
 
 PROGRAM = "stream_ordered.py"
 GRAIN = 2 * MIB
-INVALID = 1
+INVALID, OPERATING_SYSTEM = 1, 304
 
 
 def begun(ask: Ask, path) -> None:
@@ -209,7 +209,6 @@ GATED = {
     "free('a')": 0,
     "free('other', 's')": 0,
     "free('other')": 0,
-    "free_bytes() > 0": True,
     "attribute('standard', USED)": 2 * GRAIN,
     "trim('standard')": 0,
     "end_pool('p')": 0,
@@ -233,6 +232,22 @@ def test_a_call_that_frees_waits_at_the_gate_and_no_interrupt_ends_that(ask, con
     assert ask("waits_for_work(), done") == (before, [])
     control.must("open")
     until(lambda: ask("done") == [GATED[call]], "it goes on")
+
+
+def test_a_question_for_free_memory_waits_at_the_gate_until_it_opens_or_an_interrupt_ends_that(ask, control):
+    """A process that the driver has suspended would get an error, without an interrupt."""
+    assert ask("alloc('a', 2, 's'), free('a', 's')") == (0, 0)
+    question = "cu.cuMemGetInfo_v2(ctypes.byref(Size()), ctypes.byref(Size()))"
+    control.must("close 0")
+    ask(f"begin({question!r})")
+    until(lambda: control.ask("status")["touches"] == 1, "it waits at the gate")
+    assert ask("done") == []
+    ask("interrupt()")
+    until(lambda: ask("done") == [OPERATING_SYSTEM], "it is interrupted")
+    ask(f"begin({question!r})")
+    until(lambda: control.ask("status")["touches"] == 2, "it waits at the gate")
+    control.must("open")
+    until(lambda: ask("done") == [OPERATING_SYSTEM, 0], "it goes on")
 
 
 #: What programs do right and wrong; with the library and without they get the same.

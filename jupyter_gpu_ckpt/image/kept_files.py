@@ -55,6 +55,7 @@ def keep(
     without a copy.
     """
     found: dict[str, KeptFile] = {}
+    without_reflinks: set[int] = set()
     wanted = {path: facts for path, facts in files.items() if not facts.get("made")}
     first = [path for path, facts in wanted.items() if facts.get("writes")]
     for path in dict.fromkeys([*first, *more, *wanted]):
@@ -65,13 +66,18 @@ def keep(
             if not stat.S_ISREG(facts.st_mode):
                 continue
             cost, name = None, str(len(found))
+            if facts.st_dev in without_reflinks and facts.st_size > each and not writes:
+                continue
             with contextlib.suppress(OSError):
                 directory.mkdir(mode=0o700, exist_ok=True)
-                cost = clone.copy(Path(path), directory / name, each)
+                if (cost := clone.copy(Path(path), directory / name, each)) != 0:
+                    without_reflinks.add(facts.st_dev)
             if cost is not None or writes:
                 most -= cost or 0
                 copy = name if cost is not None else ""
                 found[path] = KeptFile(facts.st_size, facts.st_mtime_ns, stat.S_IMODE(facts.st_mode), copy)
+    with contextlib.suppress(OSError):  # an image has no empty directories
+        directory.rmdir()
     return found
 
 

@@ -28,8 +28,8 @@ from . import layout, verify
 from .image import Image
 from .manifest import FileEntry
 
-#: Bytes of addresses in a chunk of a process's pages, fewer than of device memory: libraries and small objects are
-#: scattered, and of those more stays equal in small chunks.
+#: Bytes of addresses in a chunk of a process's pages, fewer than of device memory: an array that changes takes others
+#: along in the chunks of its two ends.
 WINDOW = 4 << 20
 #: Bytes of the smallest file of pages that is divided: the image of a small kernel has a few large files.
 SMALLEST = 64 << 20

@@ -194,6 +194,16 @@ def test_children_with_device_memory_as_an_ordinary_user(place, criu):
 
 
 @root_only
+@pytest.mark.torture
+@pytest.mark.timeout(3600)
+def test_a_server_that_is_killed_during_a_save_or_on_the_way_back_as_an_ordinary_user(place, criu):
+    nobody = Nobody(place, criu)
+    said = nobody.run(pytest_of("tests/faults/test_killed.py", "-k", "all and save"), timeout=3600)
+    assert "1 passed" in said
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
 def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
     """The group of terminals is none of this user's, and its trackers are no children of ours."""
     nobody = Nobody(place, criu)

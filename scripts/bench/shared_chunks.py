@@ -1,4 +1,4 @@
-"""What ten save points of a training loop cost together: ``python scripts/bench/shared_chunks.py [GIB]``.
+"""The bytes that ten save points of a training loop cost together: ``python scripts/bench/shared_chunks.py [GIB]``.
 
 A tenth of the memory, in chunks, changes from one save point to the next: on the GPU if there is one, else the
 kernel's own.  Then the pause of a save, the seconds until it is on the disk, and going back to the first one.

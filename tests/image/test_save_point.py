@@ -129,7 +129,7 @@ def test_files_that_would_have_to_be_copied_are_not_tried_one_by_one(tmp_path, m
     for name in ("one", "two", "log"):
         (tmp_path / name).write_text("content")
     files = {str(tmp_path / name): {"code": True} for name in ("one", "two")}
-    found = kept_files.keep({**files, str(tmp_path / "log"): {"writes": True}}, (), tmp_path / "kept", 100)
+    found = kept_files.keep({**files, str(tmp_path / "log"): {"writes": True}}, (), tmp_path / "kept", 100, 1 << 30)
     assert tried == ["log"], "what the kernel writes to comes first; where that is no reflink, program code is none"
     assert [(Path(path).name, file.kept) for path, file in found.items()] == [("log", False)]
     assert not (tmp_path / "kept").exists(), "an image has no empty directories"

@@ -35,6 +35,10 @@ pytestmark = pytest.mark.slow
 root_only = pytest.mark.skipif(not ROOT, reason="this run is an ordinary user's already: all of it is the proof")
 
 
+#: Of tests whose cases root runs, too, this user runs a third of each in `make test`, and all in `make torture`.
+CASES = pytest.mark.parametrize("cases", [pytest.param(1 / 3, id="some"), pytest.param(1, marks=pytest.mark.torture)])
+
+
 class Nobody:
     """The ordinary user, and everything it starts."""
 
@@ -45,8 +49,11 @@ class Nobody:
         self._criu = criu
         self._groups = ["--groups", ",".join(map(str, groups))] if groups else ["--clear-groups"]
 
-    def run(self, argv: Sequence[str], *, timeout: float) -> str:
-        """Its standard output.  Fails the test with what it said when it does not end well."""
+    def run(self, argv: Sequence[str], *, timeout: float, cases: float = 1) -> str:
+        """Its standard output.  Fails the test with what it said when it does not end well.
+
+        ``cases``: the part of the cases of each test that is run (`sweeps.CASES`).
+        """
         drop = ["setpriv", f"--reuid={UID}", f"--regid={UID}", *self._groups, "--no-new-privs", "--bounding-set=-all"]
         drop += ["--inh-caps=-all", "--"]
         environment = {
@@ -57,6 +64,7 @@ class Nobody:
             "PYTHONDONTWRITEBYTECODE": "1",
             VARIABLE: self._criu,
             sweeps.SEED: os.environ[sweeps.SEED],
+            sweeps.CASES: str(cases),
         }
         commands = opened(needed(), self._stage)
         script = f"set -e\n{commands}\ncd {shlex.quote(str(REPOSITORY))}\nexec {shlex.join([*drop, *argv])}"
@@ -124,13 +132,19 @@ def pytest_of(*tests: str) -> list[str]:
     return [sys.executable, "-m", "pytest", *options, *tests]
 
 
+def chosen(cases: float) -> list[str]:
+    """The option for a part of the cases, or for all, those of torture runs among them."""
+    return ["-m", "not torture"] if cases < 1 else []
+
+
 @root_only
-def test_the_core_of_the_suite_as_an_ordinary_user(place, criu):
+@CASES
+def test_the_core_of_the_suite_as_an_ordinary_user(place, criu, cases):
     nobody = Nobody(place, criu)
     engine = ["tests/capsule/test_capsule.py", "tests/criu/test_criu.py", "tests/capsule/test_criu_guard.py"]
     engine += [f"tests/process/test_{name}.py" for name in ("process_state", "proven_state", "inherited_filters")]
     tests = pytest_of("tests/lifecycle/test_cycle.py", *engine, "tests/test_rootless.py", "-m", "not torture")
-    said = nobody.run(tests, timeout=HANGS)
+    said = nobody.run(tests, timeout=HANGS, cases=cases)
     assert " passed" in said
     assert " failed" not in said
     assert nobody.seen == {(UID,) * 4}, "some process had another user's id"
@@ -163,11 +177,11 @@ def test_the_faults_of_criu_as_an_ordinary_user(place, criu, chosen):
 
 
 @root_only
-@pytest.mark.parametrize("chosen", ["not torture", pytest.param("torture", marks=pytest.mark.torture)])
-def test_the_faults_of_children_as_an_ordinary_user(place, criu, chosen):
+@CASES
+def test_the_faults_of_children_as_an_ordinary_user(place, criu, cases):
     nobody = Nobody(place, criu)
-    tests = pytest_of("tests/faults/test_families.py", "tests/faults/test_steps.py", "-k", "family", "-m", chosen)
-    nobody.run(tests, timeout=2 * HANGS)
+    tests = ["tests/faults/test_families.py", "tests/faults/test_steps.py", "-k", "family", *chosen(cases)]
+    nobody.run(pytest_of(*tests), timeout=2 * HANGS, cases=cases)
     assert nobody.seen == {(UID,) * 4}
 
 
@@ -176,6 +190,16 @@ def test_children_with_device_memory_as_an_ordinary_user(place, criu):
     nobody = Nobody(place, criu)
     chosen = "own_library or memory_of_a_child or owner_ended"
     nobody.run(pytest_of("tests/cuda/native/test_children.py", "-k", chosen), timeout=HANGS)
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
+@pytest.mark.torture
+@pytest.mark.timeout(3600)
+def test_a_server_that_is_killed_during_a_save_or_on_the_way_back_as_an_ordinary_user(place, criu):
+    nobody = Nobody(place, criu)
+    said = nobody.run(pytest_of("tests/faults/test_killed.py", "-k", "all and save"), timeout=3600)
+    assert "1 passed" in said
     assert nobody.seen == {(UID,) * 4}
 
 
@@ -197,27 +221,31 @@ def test_limits_as_an_ordinary_user(place, criu):
     tests += [f"tests/faults/test_{name}.py" for name in ("no_descriptors", "open_files", "long_names")]
     said = nobody.run(pytest_of(*tests), timeout=HANGS)
     assert " skipped" not in said
-    chosen = "opened_all or no_more_threads"
-    nobody.run(pytest_of("tests/kernel/test_orphans.py", "tests/agent/test_widgets.py", "-k", chosen), timeout=HANGS)
+    words = "opened_all or no_more_threads"
+    nobody.run(pytest_of("tests/kernel/test_orphans.py", "tests/agent/test_widgets.py", "-k", words), timeout=HANGS)
     assert nobody.seen == {(UID,) * 4}
 
 
 @root_only
-def test_forked_workers_as_an_ordinary_user(place, criu):
-    """An ordinary user cannot see which page frames processes share."""
-    nobody = Nobody(place, criu)
-    said = nobody.run(pytest_of("tests/lifecycle/test_forked_workers.py"), timeout=HANGS)
+@CASES
+def test_forked_workers_as_an_ordinary_user(place, criu, cases):
+    """An ordinary user cannot see which page frames processes share; what becomes of these is the same for all."""
+    nobody, options = Nobody(place, criu), chosen(cases)
+    if cases < 1:
+        options += ["-k", "image_is or since or forks_of or reserved or killed or encrypted or quota"]
+    said = nobody.run(pytest_of("tests/lifecycle/test_forked_workers.py", *options), timeout=HANGS, cases=cases)
     assert " skipped" not in said
     assert nobody.seen == {(UID,) * 4}
 
 
 @root_only
-def test_connections_and_watched_files_as_an_ordinary_user(place, criu):
+@CASES
+def test_connections_and_watched_files_as_an_ordinary_user(place, criu, cases):
     """Without the right to repair a connection, and to open a file by its handle."""
     nobody = Nobody(place, criu)
-    nobody.run(pytest_of("tests/process/test_connections.py", "tests/capsule/test_watched_files.py"), timeout=HANGS)
-    tests = ["tests/process/test_socket_options.py", "tests/process/test_file_names.py"]
-    nobody.run(pytest_of(*tests, "-m", "not torture"), timeout=HANGS)
+    tests = [f"tests/process/test_{name}.py" for name in ("connections", "socket_options", "file_names")]
+    tests.append("tests/capsule/test_watched_files.py")
+    nobody.run(pytest_of(*tests, "-m", "not torture"), timeout=HANGS, cases=cases)
     tests = ["tests/process/test_device_files.py", "tests/lifecycle/test_cuda_children.py"]
     nobody.run(
         pytest_of(*tests, "-k", "device_files or inherited or forked or forks_while or files_noted"), timeout=HANGS
@@ -226,14 +254,14 @@ def test_connections_and_watched_files_as_an_ordinary_user(place, criu):
 
 
 @root_only
-@pytest.mark.parametrize("chosen", ["not torture", pytest.param("torture", marks=pytest.mark.torture)])
-def test_databases_and_changed_files_as_an_ordinary_user(place, criu, chosen):
+@CASES
+def test_databases_and_changed_files_as_an_ordinary_user(place, criu, cases):
     """The log and the index of a database are made by the capsule's init, in the user's namespace."""
     nobody = Nobody(place, criu)
     tests = ["tests/process/test_sqlite_wal.py", "tests/faults/test_shared_databases.py"]
     tests += ["tests/faults/test_replaced_files.py"]
     words = "sqlite_wal or random or visit or in_a_transaction or has_the_database or nowhere_else or large"
-    said = nobody.run(pytest_of(*tests, "-k", words, "-m", chosen), timeout=HANGS)
+    said = nobody.run(pytest_of(*tests, "-k", words, *chosen(cases)), timeout=2 * HANGS, cases=cases)
     assert " passed" in said
     assert nobody.seen == {(UID,) * 4}
 
@@ -248,13 +276,15 @@ def test_the_launch_gate_as_an_ordinary_user(place, criu):
 
 
 @root_only
-def test_frozen_kernels_as_an_ordinary_user(place, criu):
+@CASES
+def test_frozen_kernels_as_an_ordinary_user(place, criu, cases):
     """The init stops threads of its own user's processes, without a right over any other."""
     nobody = Nobody(place, criu)
-    chosen = "disk or signals or fails_leaves or next_owner or next_server or cannot_be_frozen or end_of or at_once"
+    words = "disk or signals or fails_leaves or next_owner or next_server or cannot_be_frozen or end_of or at_once"
     tests = [f"tests/cuda/native/test_suspended_{part}.py" for part in ("calls", "notebook")]
     tests += ["tests/process/test_freezer.py::test_threads_that_could_call_the_driver_are_frozen_and_libzmq_s_serve_on"]
-    said = nobody.run(pytest_of(*tests, "-k", f"{chosen} or could_call"), timeout=HANGS)
+    options = ["-k", f"{words} or could_call", *chosen(cases)]
+    said = nobody.run(pytest_of(*tests, *options), timeout=HANGS, cases=cases)
     assert " passed" in said
     assert " skipped" not in said
     assert nobody.seen == {(UID,) * 4}

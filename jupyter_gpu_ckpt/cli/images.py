@@ -15,6 +15,7 @@ from ..errors import BadRequest, GpuCkptError, ImageArchived, ImageBusy, ImageEr
 from ..image import lease, save_point
 from ..image.keys import Keyring
 from ..image.retention import Limits, choose
+from ..image.shared_chunks import bytes_alone
 from ..image.store import Image
 from ..kernel.orphans import Session, only_copy
 from ..kernel.registry import kernels, owned_by_id
@@ -51,6 +52,7 @@ class ListCommand(ImageCommand):
             {
                 **{name: getattr(image.manifest, name) for name in names},
                 "path": str(image.path),
+                "bytes_alone": bytes_alone(image),
                 "device_bytes": sum(image.manifest.device_bytes.values()),
                 "save_point": point.as_dict() if (point := save_point.of_image(image)) is not None else None,
             }
@@ -87,13 +89,20 @@ class ListCommand(ImageCommand):
         none = f"There are no images in {self.store().root}."
         terminal.table([Column("IMAGE"), *sizes, Column("KERNEL")], rows, otherwise=none)
         rows = [
-            [each["save_point"]["name"], str(each["save_point"]["cell"] or "-"), each["kernel_id"], each["id"]]
+            [
+                each["save_point"]["name"],
+                str(each["save_point"]["cell"] or "-"),
+                size(each["bytes_alone"]),
+                each["kernel_id"],
+                each["id"],
+            ]
             for each in document["images"]
             if each["save_point"]
         ]
         if rows:
             terminal.line()
-            columns = [Column("SAVE POINT"), Column("CELL", number=True), Column("KERNEL"), Column("IMAGE")]
+            numbers = [Column(title, number=True) for title in ("CELL", "ALONE")]
+            columns = [Column("SAVE POINT"), *numbers, Column("KERNEL"), Column("IMAGE")]
             terminal.table(columns, rows)
         if document["damaged"]:
             terminal.line()
@@ -261,7 +270,7 @@ class PruneCommand(ImageCommand):
         for image in choose(store.images(), limits, time.time(), protected):
             with contextlib.suppress(ImageBusy, ImageNotFound):
                 if self.dry_run:
-                    removed[image.id] = image.manifest.bytes
+                    removed[image.id] = bytes_alone(image)
                 # Checked again: deleting the others took its time, and this one may be a kernel's only copy by now.
                 elif not protected(image):
                     removed[image.id] = store.remove(image)

@@ -34,6 +34,7 @@ from typing import NamedTuple
 from ..errors import ImageFormat
 from ..files.atomic import write_atomically
 from .images import Field, encode, fields_of, number_of, records, rewrite
+from .pagemaps import ADDRESS, FLAGS, HEAD_NUMBER, IN_PARENT, LAZY, PAGEMAP_MAGIC, PAGES, PRESENT
 from .vmas import inherited, read
 
 _log = logging.getLogger(__name__)
@@ -42,11 +43,6 @@ _log = logging.getLogger(__name__)
 FILE = "shared-pages.json"
 #: The directory that CRIU takes for the parent image.
 _PARENT = "parent"
-PAGEMAP_MAGIC = 0x56084025
-# messages pagemap_head and pagemap_entry, and flags of the latter
-_HEAD_NUMBER = 1
-_ADDRESS, _FLAGS, _PAGES = 1, 4, 5
-_IN_PARENT, _LAZY, _PRESENT = 1, 2, 4
 
 _PAGE = mmap.PAGESIZE
 #: Bytes that are compared at a time.
@@ -181,7 +177,7 @@ class SharedPages:
             pid = path.stem.partition("-")[2]
             if pid.isdecimal() and pid not in self._numbers:
                 with contextlib.suppress(ImageFormat, StopIteration):  # CRIU has only begun to write it
-                    self._numbers[pid] = number_of(fields_of(next(records(path, PAGEMAP_MAGIC))), _HEAD_NUMBER) or 0
+                    self._numbers[pid] = number_of(fields_of(next(records(path, PAGEMAP_MAGIC))), HEAD_NUMBER) or 0
         return next((pid for pid, own in self._numbers.items() if own == number), None)
 
     def _entries(self, pid: str, number: int) -> list[tuple[_Range, list[Field]]]:
@@ -189,8 +185,8 @@ class SharedPages:
         found, offset, before = [], 0, 0
         _, *entries = records(self._pagemap(pid), PAGEMAP_MAGIC)
         for fields in map(fields_of, entries):
-            start, pages, flags = (number_of(fields, wanted) for wanted in (_ADDRESS, _PAGES, _FLAGS))
-            if start is None or not pages or start < before or (flags or 0) & ~_LAZY != _PRESENT:
+            start, pages, flags = (number_of(fields, wanted) for wanted in (ADDRESS, PAGES, FLAGS))
+            if start is None or not pages or start < before or (flags or 0) & ~LAZY != PRESENT:
                 raise ImageFormat("an entry of the pagemap is of an unknown kind.")
             before = start + pages * _PAGE
             found.append((_Range(start, before, number, offset), fields))
@@ -262,7 +258,7 @@ class SharedPages:
                         written.append(_entry(fields, at, start))
                     if start < end:
                         left += other.within(start, end)
-                        written.append(_entry(fields, start, end, _IN_PARENT))
+                        written.append(_entry(fields, start, end, IN_PARENT))
                     at = end
         rewrite(pagemap, PAGEMAP_MAGIC, written)
         return _Ranges(left)
@@ -362,7 +358,7 @@ def _pages_of(ranges: list[_Range], every: int) -> Iterator[_Range]:
 
 def _entry(fields: list[Field], start: int, end: int, flags: int | None = None) -> bytes:
     """Encode the entry ``fields`` of a pagemap for other addresses, and with other flags."""
-    new = {_ADDRESS: start, _PAGES: (end - start) // _PAGE} | ({} if flags is None else {_FLAGS: flags})
+    new = {ADDRESS: start, PAGES: (end - start) // _PAGE} | ({} if flags is None else {FLAGS: flags})
     return b"".join(encode((number, kind, new.get(number, value))) for number, kind, value in fields)
 
 

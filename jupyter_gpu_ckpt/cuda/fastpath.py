@@ -88,9 +88,11 @@ _C_LIBRARY = "CS_GNU_LIBC_VERSION"
 MUCH = 2 << 30
 #: Precedes what the library publishes in its memory (`published.h`).
 _MARK = b"gpu-ckpt state:\0"
-_PUBLISHED = struct.Struct("=iiii")
+_PUBLISHED = struct.Struct("=iiiiq")
 #: Bits of the launch gate's state: it is closed, and opens by itself.
 _GATE_CLOSED, _GATE_LEASED = 2, 4
+#: Says that a kernel shares GPUs (`memory_wait.c`).
+_SHARES_VARIABLE = "JUPYTER_GPU_CKPT_SHARES_GPUS"
 #: Version of the protocol on that socket (`control.c`).
 _VERSION = 3
 #: Seconds that the launch gate may be leased at the most.
@@ -122,10 +124,11 @@ class _Published(NamedTuple):
     state: int
     launch_gate: int
     touches: int
+    wanted: int
 
 
 #: Of a kernel without the library.
-_NOTHING = _Published(_VERSION, _State.ON_DEVICE, 0, 0)
+_NOTHING = _Published(_VERSION, _State.ON_DEVICE, 0, 0, 0)
 
 
 class _Refused(Exception):
@@ -225,6 +228,10 @@ class FastPath:
         `ProtocolVersion`.
         """
         return self._published().touches
+
+    def wanted(self) -> int:
+        """Return the bytes of allocations that wait for free memory on a shared GPU.  As `touches`."""
+        return self._published().wanted
 
     def launch_gate_is_closed(self) -> bool:
         """Return whether calls wait at the launch gate.  As `touches`."""
@@ -699,10 +706,13 @@ def has_driver() -> bool:
     return Path("/proc/driver/nvidia").exists()
 
 
-def environment(directory: Path, env: Mapping[str, str], *, children: bool = True) -> dict[str, str]:
+def environment(
+    directory: Path, env: Mapping[str, str], *, children: bool = True, shares_gpus: bool = False
+) -> dict[str, str]:
     """Return the variables that make a kernel preload the library; none where it cannot be used.
 
     ``children``: whether the processes that the kernel starts preload it, too, which inherit these variables.
+    ``shares_gpus``: an allocation that finds no free memory waits for its owner's answer before it fails.
     """
     found = preload() if has_driver() else Preload(None)
     name = str(directory / SOCKET)
@@ -715,4 +725,6 @@ def environment(directory: Path, env: Mapping[str, str], *, children: bool = Tru
         # A program that was built with -fsanitize=address refuses to run with another library before the sanitizer's.
         options = [each for each in env.get(_ASAN, "").split(":") if each and not each.startswith(_ANY_ORDER)]
         variables[_ASAN] = ":".join([*options, f"{_ANY_ORDER}=0"])
+    if shares_gpus:
+        variables[_SHARES_VARIABLE] = "1"
     return variables

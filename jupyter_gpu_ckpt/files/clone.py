@@ -30,6 +30,7 @@ def copy(source: Path, target: Path, most: int) -> int | None:
             except OSError:  # another file system, or one without reflinks
                 size = os.fstat(fd).st_size
             if size <= most:
+                file.truncate(size)
                 return _copied(fd, file.fileno())
         except BaseException:
             target.unlink()
@@ -38,14 +39,22 @@ def copy(source: Path, target: Path, most: int) -> int | None:
     return None
 
 
-def _copied(source: int, target: int) -> int:
+def copy_into(source: Path, target: int, offset: int) -> None:
+    """Copy a regular file to a part of the file ``target``, which has the size it is to have.  Raises `OSError`."""
+    fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _copied(fd, target, offset)
+    finally:
+        os.close(fd)
+
+
+def _copied(source: int, target: int, offset: int = 0) -> int:
     """Copy the content of a file, whose holes stay holes; return the bytes copied.  Raises `OSError`."""
     size = os.fstat(source).st_size
-    os.truncate(target, size)
     at = copied = 0
     while at < size:
         begin, at = _data(source, at, size)
-        copied += _copy_range(source, target, begin, at)
+        copied += _copy_range(source, target, begin, at, offset)
     return copied
 
 
@@ -58,14 +67,15 @@ def _data(source: int, at: int, size: int) -> tuple[int, int]:
         return (size, size) if error.errno == errno.ENXIO else (at, size)
 
 
-def _copy_range(source: int, target: int, begin: int, end: int) -> int:
+def _copy_range(source: int, target: int, begin: int, end: int, offset: int) -> int:
+    """Copy a range of a file to ``offset`` further in another one, sharing its blocks where that can be."""
     at = begin
     with contextlib.suppress(OSError):  # between file systems of different kinds
-        while at < end and (count := os.copy_file_range(source, target, min(_BLOCK, end - at), at, at)):
+        while at < end and (count := os.copy_file_range(source, target, min(_BLOCK, end - at), at, offset + at)):
             at += count
     while at < end and (block := os.pread(source, min(_BLOCK, end - at), at)):
         written = 0
         while written < len(block):
-            written += os.pwrite(target, block[written:], at + written)
+            written += os.pwrite(target, block[written:], offset + at + written)
         at += len(block)
     return at - begin

@@ -21,13 +21,14 @@ from ..errors import KeyUnusable
 from ..files import clone
 from ..files.atomic import flush, write_atomically
 from ..files.disk import mapped_errors
-from . import device_memory, encryption, layout, lease, links, verify
+from . import device_memory, encryption, layout, lease, links, shared_chunks, verify
 from .encryption import Vault
 from .generations import Generations
 from .image import Image
 from .keys import Keyring
 from .manifest import FileEntry, Manifest
 from .quota import QuotaReservation
+from .shared_chunks import KnownChunks
 
 
 class Draft:
@@ -43,6 +44,7 @@ class Draft:
         reservation: QuotaReservation,
         needed: int,
         needed_links: Callable[[], set[str]],
+        known_chunks: KnownChunks,
     ) -> None:
         self.id = id
         self.path = root / f"{layout.DRAFT}{id}"
@@ -52,7 +54,9 @@ class Draft:
         self._reservation = reservation
         self._journal = root / f"{layout.DRAFT}{id}{layout.LINKS}"
         self._needed_links = needed_links
+        self._known_chunks = known_chunks
         self._known: dict[str, FileEntry] = {}
+        self._is_copy = False
         self._copied_encryption: dict[str, Any] | None = None
         self._lock = FileLock(root / f"{layout.DRAFT}{id}{layout.LOCK}", timeout=0, mode=0o600)
         self._form = encryption.Form(vault, id, self.path / layout.CRIU)
@@ -85,26 +89,32 @@ class Draft:
     def write_device(
         self, extents: int, claim: device_memory.ClaimChunk | None, check_cancelled: Callable[[], object]
     ) -> None:
-        """Write device memory from ``extents`` (`device_memory`); chunks that ``claim`` provides are not written.
+        """Write device memory from ``extents`` (`device_memory`), but for chunks of save points and of ``claim``.
 
         Raises what ``check_cancelled`` raises, `NoSpace`, `StoreUnwritable`.
         """
+
+        def claim_any(name: str, content: FileEntry, path: Path) -> bool:
+            return self._known_chunks.link(name, content, path) or (claim is not None and claim(name, content, path))
+
         with mapped_errors(self._root):
             directory = self.path / layout.CRIU / layout.DEVICE
-            written = device_memory.write(extents, directory, self._form.codec(claim), check_cancelled)
+            written = device_memory.write(extents, directory, self._form.codec(claim_any), check_cancelled)
             self._known = {layout.device_file(name): entry for name, entry in written.items()}
 
     def copy(self, source: Image) -> None:
-        """Copy all files of an image but its session.  Their hashes stay, encrypted ones stay encrypted as they are.
+        """Copy all files of an image but its session, or share chunks.  Encrypted ones stay encrypted as they are.
 
         Raises `NoSpace`, `StoreUnwritable`.
         """
+        self._is_copy = True
         with mapped_errors(self._root):
             for name, entry in source.manifest.files.items():
                 if name == layout.SESSION:
                     continue
                 (self.path / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                clone.copy(source.path / name, self.path / name, most=entry.bytes)
+                if not (layout.is_chunk(name) and shared_chunks.link(source.path / name, self.path / name)):
+                    clone.copy(source.path / name, self.path / name, most=entry.bytes)
                 self._known[name] = entry
         self._copied_encryption = source.manifest.encryption
 
@@ -133,6 +143,8 @@ class Draft:
         sleeps_in_save_point = manifest.save_point is not None and claim_pid is not None
         with mapped_errors(self._root):
             key = self._keys.current()
+            if manifest.save_point is not None and not sleeps_in_save_point:  # a wake needs nothing but the image
+                self._divide_pages()
             manifest = replace(manifest, encryption=self._copied_encryption or self._form.finish())
             files = [path for path in self.path.rglob("*") if path.is_file() and not path.is_symlink()]
             for path in files:
@@ -174,6 +186,11 @@ class Draft:
         with contextlib.suppress(KeyUnusable):  # the image is there; an older one put back may go unnoticed
             self._generations.record_published(manifest)
         return Image(target, manifest)
+
+    def _divide_pages(self) -> None:
+        """Divide large files of pages into chunks, to share them; not of an encrypted image, nor of a copy."""
+        if self.criu_directory == self.path / layout.CRIU and not self._is_copy:
+            self._known |= shared_chunks.split(self.criu_directory, self._known_chunks)
 
     def discard(self) -> None:
         """Remove the draft.  Idempotent, never raises: it runs while another error is on its way."""

@@ -64,6 +64,7 @@ def keep(
     be copied; any other file that the processes write to is listed without a copy then.
     """
     found: dict[str, KeptFile] = {}
+    without_reflinks: set[int] = set()
     wanted = {path: facts for path, facts in files.items() if not facts.get("made")}
     needed = dict.fromkeys(replaced)
     first = [path for path, facts in wanted.items() if facts.get("writes")]
@@ -75,9 +76,13 @@ def keep(
             if not stat.S_ISREG(facts.st_mode):
                 continue
             cost, name = None, str(len(found))
+            if facts.st_dev in without_reflinks and facts.st_size > limit and not writes:
+                continue
             with contextlib.suppress(OSError) if path not in needed else _errors_mapped(path):
                 directory.mkdir(mode=0o700, exist_ok=True)
                 cost = clone.copy(Path(path), directory / name, free if path in needed else min(limit, free))
+                if cost != 0:
+                    without_reflinks.add(facts.st_dev)
                 if cost is None and path in needed:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             free -= cost or 0

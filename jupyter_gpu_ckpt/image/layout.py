@@ -5,6 +5,7 @@ Imports nothing of the package, so that every module of it can use the names.
 
 from __future__ import annotations
 
+import fnmatch
 from pathlib import Path
 
 # -- in an image
@@ -31,10 +32,11 @@ DEVICE = "device"
 KEPT = "kept"
 #: In the directory above: the notebook's document.
 NOTEBOOK = "notebook.ipynb"
-#: Patterns for names as a manifest lists them: pages, and files of device memory.
+#: Patterns for names as a manifest lists them: pages, also in chunks, and files of device memory.
 PAGES_FILES = f"{CRIU}/{PAGES}"
 DEVICE_FILES = f"{CRIU}/{DEVICE}/*"
 KEPT_FILES = f"{CRIU}/{KEPT}/*"
+_PAGES_CHUNKS = f"{CRIU}/pages-*/*"
 
 # -- in the image directory, beside the images
 
@@ -64,6 +66,16 @@ MARKS = (LOCK, RETIRED, ACCEPTS, ASLEEP, REPLACED, ARCHIVED, RESTORING, TURN)
 def mark(path: Path, suffix: str) -> Path:
     """Return the path of a mark beside the image at ``path``; with the suffix `LOCK`, of its lock."""
     return path.with_name(f".{path.name}{suffix}")
+
+
+def is_chunk(name: str) -> bool:
+    """Return whether a file of this name in a manifest is a chunk, which save points may share (`shared_chunks`)."""
+    return is_device_file(name) or fnmatch.fnmatchcase(name, _PAGES_CHUNKS)
+
+
+def is_device_file(name: str) -> bool:
+    """Return whether a file of this name in a manifest is one of device memory."""
+    return fnmatch.fnmatchcase(name, DEVICE_FILES)
 
 
 def device_file(name: str) -> str:

@@ -24,6 +24,7 @@ from ..files.disk import mapped_errors
 from ..units import size
 from . import layout
 from .image import Image
+from .shared_chunks import Together
 
 _LOCK = ".quota.lock"
 #: Seconds to wait for other processes that reserve at the moment.
@@ -54,9 +55,9 @@ class Used:
 
 
 def used(images: list[Image], damaged: int = 0) -> Used:
-    """Count the images, and the bytes of ``damaged`` ones."""
+    """Count the images, once what they share, and the bytes of ``damaged`` ones."""
     sleeping = frozenset(image.manifest.kernel_id for image in images if not image.retired)
-    return Used(damaged + sum(image.manifest.bytes for image in images), sleeping)
+    return Used(damaged + Together(images).bytes, sleeping)
 
 
 def refusal(quota: Quota, in_use: Used, kernel_id: str, needed: int) -> QuotaExceeded | None:

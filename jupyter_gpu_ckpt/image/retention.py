@@ -1,4 +1,4 @@
-"""The choice of images to delete when there are too many, too old or too large ones.  Pure; `Store.remove` deletes."""
+"""The choice of images to delete when there are too many, too old or too large ones; `Store.remove` deletes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .image import Image
+from .shared_chunks import Together
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ def choose(images: Iterable[Image], limits: Limits, now: float, protected: Calla
         old = limits.max_age is not None and now - image.manifest.created > limits.max_age
         (going if (surplus or old) and not protected(image) else kept).append(image)
     if limits.max_bytes is not None:
-        total = sum(image.manifest.bytes for image in kept)
+        together = Together(kept)
         for image in reversed(kept):
-            if total > limits.max_bytes and not protected(image):
+            if together.bytes > limits.max_bytes and not protected(image):
                 going.append(image)
-                total -= image.manifest.bytes
+                together.remove(image)
     return sorted(going, key=lambda image: (image.manifest.created, image.id))

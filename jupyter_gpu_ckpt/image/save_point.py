@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import BadRequest, SavePointExists, SavePointNotFound
 from . import layout
 from .image import Image
+from .shared_chunks import bytes_alone
 from .store import Store
 
 #: Characters of a name at most.
@@ -53,7 +54,10 @@ def of_image(image: Image) -> SavePoint | None:
 
 
 def described(image: Image) -> dict[str, Any]:
-    """Return a save point as JSON objects, with what it costs: bytes, and bytes of device memory among them."""
+    """Return a save point as JSON objects, with what it costs.
+
+    ``bytes``, ``device_bytes`` among them, and ``bytes_alone``, which it shares with no other.
+    """
     manifest, point = image.manifest, of_image(image)
     assert point is not None
     return {
@@ -61,6 +65,7 @@ def described(image: Image) -> dict[str, Any]:
         "image": image.id,
         "created": manifest.created,
         "bytes": manifest.bytes,
+        "bytes_alone": bytes_alone(image),
         "device_bytes": sum(manifest.device_bytes.values()),
         "asleep": not image.retired,
     }

@@ -31,6 +31,7 @@ from .keys import Keyring
 from .layout import MANIFEST, SEAL
 from .manifest import Manifest
 from .quota import Quota, QuotaReservation, Used, refusal, used, with_reservations
+from .shared_chunks import KnownChunks, bytes_alone
 from .verify import Progress
 
 __all__ = ["Image", "Store"]
@@ -81,14 +82,18 @@ class Store:
     def _used(self) -> Used:
         return used(self.images(), sum(_bytes(self.root / id) for id in self.damaged()))
 
-    def begin(self, kernel_id: str, needed: int = 0) -> Draft:
-        """Begin an image of ``needed`` bytes at most.  Raises `QuotaExceeded`, `StoreUnwritable`, `NoSpace`."""
+    def begin(self, kernel_id: str, needed: int = 0, *, shares: bool = False) -> Draft:
+        """Begin an image of ``needed`` bytes at most.  Raises `QuotaExceeded`, `StoreUnwritable`, `NoSpace`.
+
+        ``shares``: chunks that a save point has are not written again (`shared_chunks`).
+        """
         self.prepare()
+        known = KnownChunks(self.images() if shares else ())
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         id = f"{stamp}-{kernel_id[:8]}-{secrets.token_hex(3)}"
         reservation = QuotaReservation(self.root, f"{layout.DRAFT}{id}", kernel_id, self.quota, self._used)
         keys, generations, vault = self.keys, self.generations, self.vault
-        return Draft(self.root, id, keys, generations, vault, reservation, needed, self._needed_links)
+        return Draft(self.root, id, keys, generations, vault, reservation, needed, self._needed_links, known)
 
     def _needed_links(self, but: str = "") -> set[str]:
         """Return the links of all images but those of kernel ``but``."""
@@ -229,11 +234,12 @@ class Store:
         with the directory when it is no image any more, before it is deleted.  Raises `ImageBusy` when a restore uses
         the image, `ImageNotFound`.
         """
+        freed = bytes_alone(image)
         self._delete(image.path, leased, None if moved else image, before_delete)
         if moved:
             with mapped_errors(self.root):
                 image.unmark_sent()  # what lies in the cold tier may be its new owner's
-        return image.manifest.bytes
+        return freed
 
     def remove_damaged(self, id: str) -> int:
         """Delete an image whatever its manifest says; return the bytes freed.  Raises as `remove`."""

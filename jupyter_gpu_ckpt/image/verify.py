@@ -27,7 +27,7 @@ import mmap
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -38,7 +38,7 @@ from ..files import direct_io
 from ..files.atomic import write_atomically
 from .background_task import BackgroundTask
 from .keys import ALGORITHM, Key, Keyring
-from .layout import DEVICE_FILES, KEPT_FILES, MANIFEST, PAGES_FILES, RESERVED, SEAL
+from .layout import KEPT_FILES, MANIFEST, PAGES_FILES, RESERVED, SEAL, is_chunk, is_device_file
 from .manifest import MOST_BYTES, FileEntry, Manifest
 
 #: Called with the bytes of each block that was hashed, from the caller's thread.
@@ -88,7 +88,7 @@ def begin(path: Path, keys: Keyring) -> tuple[Manifest, BackgroundTask]:
     files = manifest.files
     later = (PAGES_FILES, KEPT_FILES)  # CRIU does not read the latter, and who does compares their hashes
     memory = {name: entry for name, entry in files.items() if any(fnmatch.fnmatch(name, each) for each in later)}
-    now = {name: one for name, one in files.items() if name not in memory and not fnmatch.fnmatch(name, DEVICE_FILES)}
+    now = {name: one for name, one in files.items() if name not in memory and not is_device_file(name)}
     _verify_content(path, now, None)
     return manifest, BackgroundTask(
         "gpu-ckpt-proof",
@@ -144,11 +144,11 @@ def _refuse_damaged(path: Path, wrong: list[str]) -> None:
         raise ImageDamaged(f"The image is damaged: {', '.join(wrong[:3])}.", image=path.name, files=wrong[:100])
 
 
-def tree(path: Path, shared: Container[str] = ()) -> Iterator[tuple[str, os.stat_result]]:
+def tree(path: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield every file of an image but the `RESERVED` ones, by its name in a manifest; directories with a final "/".
 
-    ``shared``: files that may have several links.  Raises `OSError`, and `ImageDamaged` for anything but directories
-    and plain files of this user with one link.
+    Raises `OSError`, and `ImageDamaged` for anything but directories and plain files of this user, with one link unless
+    they are chunks: those may be of several images, and the kernel may have links to them for a moment.
     """
     for directory, subdirectories, names in os.walk(path, onerror=_raise):
         at = Path(directory)
@@ -157,7 +157,7 @@ def tree(path: Path, shared: Container[str] = ()) -> Iterator[tuple[str, os.stat
             subdirectories[:] = [name for name in subdirectories if name not in RESERVED]
         for name in [*subdirectories, *names]:
             facts, shown = (at / name).lstat(), str((at / name).relative_to(path))
-            plain = stat.S_ISREG(facts.st_mode) and (facts.st_nlink == 1 or shown in shared)
+            plain = stat.S_ISREG(facts.st_mode) and (facts.st_nlink == 1 or is_chunk(shown))
             if not (plain or stat.S_ISDIR(facts.st_mode)) or facts.st_uid != os.geteuid():
                 message = f"The image is damaged: {shown!r} is not a plain file of yours."
                 raise ImageDamaged(message, image=path.name, files=[shown])
@@ -184,11 +184,11 @@ def _verify_content(path: Path, files: Mapping[str, FileEntry], progress: Progre
 def entries(path: Path, *, punch: bool = False, known: Mapping[str, FileEntry] | None = None) -> dict[str, FileEntry]:
     """Hash the files below ``path`` for the manifest; with ``punch`` zeros become holes on the way.
 
-    ``known``: entries of files that were hashed as they were written; the kernel may link to them.  Raises as `tree`.
+    ``known``: entries of files that were hashed as they were written.  Raises as `tree`.
     """
     found = dict(known or {})
     with _readers() as pool:
-        for name, facts in sorted(tree(path, found.copy())):
+        for name, facts in sorted(tree(path)):
             if not name.endswith("/") and name not in found:
                 found[name] = FileEntry(facts.st_size, _digest(path / name, facts.st_size, pool, punch=punch))
     return found
@@ -223,7 +223,7 @@ def _digest(
         for number, block in enumerate(_blocks(fd, size, pool)):
             hasher.update(block)
             if punch:
-                _punch_zeros(fd, block, number * BLOCK)
+                punch_zeros(fd, block, number * BLOCK)
             if progress is not None:
                 progress(len(block))
     return hasher.hexdigest()
@@ -260,7 +260,7 @@ def _read_block(fd: int, buffer: memoryview, offset: int) -> memoryview:
     return buffer[:done]
 
 
-def _punch_zeros(fd: int, block: memoryview, offset: int) -> int:
+def punch_zeros(fd: int, block: memoryview, offset: int) -> int:
     """Make holes of the zeros in ``block``, which was read at ``offset``; return the bytes freed.
 
     A hole reads as zeros.  A file system without holes keeps the zeros: 0.

@@ -7,6 +7,7 @@ it moves the kernel to a GPU, and waits there for its turn.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import threading
@@ -23,6 +24,7 @@ from ..lifecycle import cuda_processes
 from ..lifecycle.context import Reason
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
+from ..sharing import policy
 from ..sharing.exchange import Exchange, Member
 from ..sharing.participant import Participant, Residence
 from ..sharing.policy import Decisions, GrantTurn, LeaveReason, NeverFits, WaitFor
@@ -36,6 +38,9 @@ _MEASURE_S, _MEASURE_IDLE_S = 1.0, 5.0
 _AGAIN_S = 5.0
 #: Seconds after which a kernel that could not leave is asked again.
 _REFUSED_S = 60.0
+#: Seconds for which calls of a kernel that wants more memory wait, should this server end meanwhile; after which it is
+#: sure that nobody who shares has it (records are that old); and after an answer until it is noticed as wanted again.
+_LEASE_S, _SURE_S, _STILL_S = 5.0, 2.0, 1.0
 #: Seconds of a wait of which nothing is said, and between two texts of the same place.
 _UNSAID_S, _SAID_S = 0.5, 30.0
 
@@ -86,6 +91,10 @@ class GpuSharing:
         #: Calls at the launch gate whose place was given back.
         self._ignored = 0
         self._said: tuple[int, float] | None = None
+        #: Bytes that an allocation wants, since when, and whether the kernel may have them; and when it was answered.
+        self._wanted, self._wanted_since, self._may_have_more = 0, 0.0, False
+        self._answered_at: float | None = None
+        self._wanted_said = False
         #: The GPUs of the machine at the last wait.
         self._present: Sequence[Gpu] = ()
         lifecycle.kernel.admission = self
@@ -176,6 +185,8 @@ class GpuSharing:
 
     def _observe_running(self, now: float) -> None:
         working, participant = self._gate.working, self.participant
+        if working or self._wanted:
+            self._observe_wanted(now)
         computes = participant.turn is not None or participant.waiting_since is not None
         recent = working or self._gate.last_activity >= self._measured - _MEASURE_S
         if working is not computes or now - self._measured >= (_MEASURE_S if recent else _MEASURE_IDLE_S):
@@ -185,6 +196,63 @@ class GpuSharing:
             self._member.update(lambda p: p.touched(now, self._exchange.used(now)))
         elif computes and not working:
             self._member.update(lambda p: p.cell_ended(now))
+
+    def _observe_wanted(self, now: float) -> None:
+        """Have others leave for an allocation of the kernel that finds no free memory, or refuse it.
+
+        Its calls wait at the launch gate meanwhile.  Should the kernel itself have to leave first, it waits for its
+        turn with as much more (`admit`), and the allocation is tried again after its return.
+        """
+        kernel = self._lifecycle.kernel
+        wanted = kernel.fast_path().wanted() if kernel.capsule is not None else 0
+        is_new = self._answered_at is not None and now - self._answered_at > _STILL_S
+        if wanted != self._wanted or is_new:
+            self._wanted, self._wanted_since, self._answered_at = wanted, now, None
+            self._wanted_said = self._may_have_more = False
+            self._measured = now
+            self._measure()
+        if not wanted or self._answered_at is not None:
+            return
+        # A verb closes and opens the gate itself; `acquire` also keeps one from beginning.
+        if not kernel.lock.acquire(blocking=False):
+            return
+        try:
+            if self._lifecycle.state is not State.RUNNING:
+                return
+            kernel.fast_path().close_launch_gate(_LEASE_S)
+            if self._may_have(wanted) is not self._may_have_more:
+                self._may_have_more = not self._may_have_more
+                self._measure()  # which shows others what it needs
+            if self._may_have_more and kernel.engine.gpus.free(self.participant.on[0]) < wanted:
+                self._say_wanted(wanted, now)
+            elif self._may_have_more or now - self._wanted_since > _SURE_S:
+                self._answered_at = now
+                kernel.fast_path().open_launch_gate()
+        finally:
+            kernel.lock.release()
+
+    def _say_wanted(self, wanted: int, now: float) -> None:
+        if now - self._wanted_since > _UNSAID_S and not self._wanted_said:
+            self._wanted_said = True
+            self._print(f"waiting for {size(wanted, 2)} more of the GPU, which others have")
+
+    def _may_have(self, wanted: int) -> bool:
+        """Return whether the kernel's GPU has as much memory more, without that of other kernels that share it."""
+        mine, now = self.participant, time.monotonic()
+        if mine.residence is not Residence.PRESENT or len(mine.on) != 1:
+            return False
+        gpu = next((each for each in self._lifecycle.kernel.engine.gpus.list() if each.uuid == mine.on[0]), None)
+        if gpu is None:
+            return False
+        known = [mine if each.kernel == mine.kernel else each for each in self._exchange.participants]
+        outside = policy.others(gpu.uuid, gpu.total, gpu.free, known, now)
+        return mine.resident[0] + wanted <= gpu.total - outside
+
+    def _more(self, needs: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the needs with what an allocation wants that waits for it."""
+        if len(needs) != 1 or not self._may_have_more or self._answered_at is not None:
+            return needs
+        return (needs[0] + self._wanted,)
 
     def _touch(self, now: float) -> None:
         """Have the kernel wait for a turn; a cell that has had turns is no new one."""
@@ -214,7 +282,7 @@ class GpuSharing:
                     on=on,
                     was_on=on,
                     resident=bytes,
-                    needs=bytes,
+                    needs=self._more(bytes),
                     gpus=p.gpus if gpus is None else gpus,
                 )
             )
@@ -271,11 +339,13 @@ class GpuSharing:
 
     # -- for the lifecycle
 
-    def admit(self, needs: Mapping[str, int], present: Sequence[Gpu], *, elsewhere: bool) -> dict[str, str]:
+    def admit(
+        self, needs: Mapping[str, int], present: Sequence[Gpu], *, elsewhere: bool, more: bool = True
+    ) -> dict[str, str]:
         """Wait until the kernel may have ``needs`` (bytes by GPU UUID); return the GPU to use for each of these.
 
-        ``elsewhere``: whether others of the same model will do.  Raises `GpuFull` for what never fits,
-        `GpuWaitCancelled` if the place was given back, and as `Cancellation.check`.
+        ``elsewhere``: whether others of the same model will do.  ``more``: and for what an allocation wants.  Raises
+        `GpuFull` for what never fits, `GpuWaitCancelled` if the place was given back, and as `Cancellation.check`.
         """
         self._cancelled.clear()
         home, began, self._present = tuple(needs), time.monotonic(), present
@@ -283,7 +353,8 @@ class GpuSharing:
         self._said, self._waits = None, True
 
         def wait(participant: Participant) -> Participant:
-            changed = replace(participant, gpus=gpus, needs=tuple(needs.values()), residence=Residence.AWAY)
+            wanted = self._more(tuple(needs.values())) if more else tuple(needs.values())
+            changed = replace(participant, gpus=gpus, needs=wanted, residence=Residence.AWAY)
             return replace(changed, on=(), resident=())
 
         try:
@@ -311,8 +382,12 @@ class GpuSharing:
     def renew(self) -> None:
         """Wait anew for the GPUs that the kernel was admitted to, if this process was stopped since; as `admit`."""
         while self.participant.residence is Residence.ARRIVING and not self._member.claim_is_valid():
-            on, needs = self.participant.on, self.participant.needs
-            self.admit(dict(zip(on, needs, strict=True)), self._lifecycle.engine.gpus.list(), elsewhere=False)
+            needs = dict(zip(self.participant.on, self.participant.needs, strict=True))
+            now = time.monotonic()
+            used = self._exchange.used(now)
+            # Its turn is void, too: with one it would not wait for another.
+            self._member.update(functools.partial(Participant.move_failed, now=now, used=used))
+            self.admit(needs, self._lifecycle.engine.gpus.list(), elsewhere=False, more=False)
 
     def settle(self) -> None:
         """Note the end of a move to a GPU, whichever it was."""

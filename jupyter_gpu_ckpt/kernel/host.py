@@ -305,7 +305,8 @@ class KernelHost:
         env = {**launch.env, "JPY_PARENT_PID": "1"}
         notice = env.pop(NOTICE, "") if rewritten is None else ""
         if launch.fast_path != "off" and rewritten is not None:  # a wrapper script would preload it in its place
-            env |= fastpath.environment(directory, env, children=launch.fast_path == "auto")
+            shares = launch.settings.sharing != "off"
+            env |= fastpath.environment(directory, env, children=launch.fast_path == "auto", shares_gpus=shares)
         session = Session(
             kernel_id=self.kernel_id,
             kernel_name=launch.kernel_name,

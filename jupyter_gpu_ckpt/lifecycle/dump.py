@@ -194,7 +194,9 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
     ``bytes``: resident; ``needed``: what the image may need.
     """
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
-    attempt.draft = draft = kernel.engine.store.begin(kernel.home.kernel_id, needed)  # `KernelState.written` counts it
+    shares = attempt.save_point is not None
+    draft = kernel.engine.store.begin(kernel.home.kernel_id, needed, shares=shares)
+    attempt.draft = draft  # `KernelState.written` counts it
     try:
         with (
             draft.work_directory() as work,

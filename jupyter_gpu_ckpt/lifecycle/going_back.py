@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import BadRequest, FilesDiffer, GpuCkptError, MissingFile
+from ..errors import BadRequest, FilesDiffer, GpuCkptError, MissingFile, NoSpace
 from ..files.atomic import write_atomically
 from ..files.disk import mapped_errors
-from ..image import kept_files, layout, links, save_point
+from ..image import kept_files, layout, links, save_point, shared_chunks
 from ..image.encryption import Readable
 from ..image.image import Image
 from ..image.kept_files import KeptFile
 from ..image.store import Store
 from ..node.match import require
 from ..node.mismatch import Mismatch
+from ..units import size
 from . import compatibility
 from .context import FilesChoice, KernelState
 
@@ -52,6 +53,9 @@ def check(kernel: KernelState, point: Image, files: FilesChoice) -> list[str]:
     """
     engine = kernel.engine
     _require_known(point, files)
+    if engine.store.free() < (needed := shared_chunks.divided_bytes(point)):
+        message = f"To go back needs {size(needed)} in the image directory for a moment."
+        raise NoSpace(message, left="the kernel runs on", needed=needed)
 
     def compare(accept: bool) -> list[Mismatch]:
         found = compatibility.mismatches(

@@ -26,7 +26,7 @@ from ..errors import (
     RuntimeDirectory,
 )
 from ..files.disk import mapped_errors
-from ..image import branch, device_memory, layout, links
+from ..image import branch, device_memory, layout, links, shared_chunks
 from ..image.chunk_cache import ChunkCache
 from ..image.encryption import Readable
 from ..image.manifest import Manifest
@@ -202,7 +202,8 @@ def _criu_restore(attempt: Attempt) -> None:
         with (
             kernel.engine.store.readable(kernel.image) as files,
             _files_put_back(attempt, files),
-            _criu_directory(attempt, files.criu_directory) as directory,
+            shared_chunks.whole(kernel.engine.store.root, files.criu_directory) as whole,
+            _criu_directory(attempt, whole) as directory,
             _device_memory_read(attempt, capsule, files),
             links.ghosts_removed(files.criu_directory, layout.mark(kernel.image.path, layout.RESTORING)),
             _closed_after_failure(capsule),

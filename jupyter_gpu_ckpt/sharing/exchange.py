@@ -272,7 +272,8 @@ class Exchange:
         known = sorted((read | own).values(), key=lambda each: each.kernel)
         participants = tuple(self._without_idlers(known, now))
         self._participants = participants
-        if not any(each.waiting_since is not None for each in participants):
+        wants = (each.waiting_since is not None or (each.on and each.needs != each.resident) for each in participants)
+        if not any(wants):
             return NodeSnapshot(now, (), participants, rules=self.rules)
         gpus = tuple(
             SharedGpu(gpu.uuid, gpu.total, policy.others(gpu.uuid, gpu.total, gpu.free, participants, now))
@@ -296,6 +297,8 @@ class Exchange:
 
     def _note_idlers(self, decisions: Decisions, now: float) -> None:
         """Note how long each decision has been carried out by nobody."""
+        if now - self._decided_at > _LATE_S:  # this server was stopped: nobody could do anything of its decisions
+            self._standing = {}
         grants = [("grant", each.kernel) for each in decisions.grants]
         suspends = [("suspend", each.kernel) for each in decisions.suspends]
         moving = {each.kernel for each in self._participants if each.residence is Residence.LEAVING}

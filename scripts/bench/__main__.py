@@ -21,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 SCRIPTS = (
     "kernel.py",
     "save_points.py",
+    "shared_chunks.py",
     "children.py",
     "criu.py",
     "tree.py",

@@ -90,7 +90,7 @@ def test_the_queue_of_a_shared_gpu_and_a_kernel_off_it(desktop, jupyter):
         assert tab.phase == "off_gpu"
         assert jupyter.get(f"gpu-ckpt/kernels/{plot}")["off_gpu"]
 
-        # Its cell that computes waits, and is told its place wherever the user looks.
+        # Its cell that computes waits, and its place is shown wherever the user looks.
         tab.run(0)
         status = page.locator(STATUS, has_text=re.compile(r"^waiting for GPU 0: next, about \d+ s$"))
         status.wait_for()

@@ -183,6 +183,7 @@ def test_list_and_inspect_of_a_kernel_that_runs_sleeps_and_runs_again(site: Site
         "kernel_id",
         "kernel_name",
         "hostname",
+        "bytes_alone",
         "device_bytes",
         "save_point",
     }

@@ -224,7 +224,7 @@ def on_the_gpu(subject: Subject, host: FakeHost) -> int:
     return host.gpus[GPU] - host.free(GPU)
 
 
-@pytest.mark.sweep(1 / 5)
+@pytest.mark.sweep(1 / 8)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("verb", "step", "edge"), HELPER_POINTS)
 async def test_the_helper_of_a_kernel_on_the_gpu_killed_at_any_step(on_gpu, monkeypatch, verb, step, edge):
@@ -279,7 +279,7 @@ async def test_the_helper_of_a_kernel_on_the_gpu_killed_at_any_step(on_gpu, monk
 KERNEL_POINTS = [point for point in POINTS if point[0] == "checkpoint"]
 
 
-@pytest.mark.sweep(1 / 10)
+@pytest.mark.sweep(1 / 15)
 @alone_and_with_family("subject")
 @pytest.mark.parametrize(("verb", "step", "edge"), KERNEL_POINTS)
 async def test_the_kernel_killed_at_any_step(subject, verb, step, edge):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import sweeps
 from family import alone_and_with_family
 from faulty import Subject, under_way
 from harness import alive, notebook, until
@@ -69,11 +70,11 @@ def well():
 
 
 @alone_and_with_family("heavy")
-@pytest.mark.parametrize("kills", [15, pytest.param(200, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.torture)])
 async def test_criu_killed_at_any_moment_of_a_dump(heavy, kills):
     """From before CRIU has touched the kernel to the last page: it runs on, and each of its threads."""
     await heavy.run(THREADS)
-    chance = random.Random(kills)
+    chance = random.Random(f"{os.environ[sweeps.SEED]} {kills}")
     for _ in range(kills):
         delay = chance.uniform(0.0, 0.6)
         async with heavy.at("dump") as dumping:

@@ -31,7 +31,7 @@ class Injected(Exception):
     """The fault."""
 
 
-@pytest.mark.sweep(1 / 6)
+@pytest.mark.sweep(1 / 9)
 @alone_and_with_family("shared")
 @pytest.mark.parametrize(("start", "request_", "step", "edge"), CASES)
 async def test_the_kernel_runs_or_an_image_is_kept_whatever_step_fails(shared, start, request_, step, edge):

@@ -9,7 +9,8 @@ import pytest
 from images import FACTS, publish
 
 from jupyter_gpu_ckpt.errors import BadRequest, SavePointExists, SavePointNotFound
-from jupyter_gpu_ckpt.image import save_point
+from jupyter_gpu_ckpt.files import clone
+from jupyter_gpu_ckpt.image import kept_files, save_point
 from jupyter_gpu_ckpt.image.quota import used
 from jupyter_gpu_ckpt.image.retention import Limits, choose
 from jupyter_gpu_ckpt.image.save_point import SavePoint
@@ -116,3 +117,19 @@ def test_prune_counts_save_points_apart_from_images_of_sleeping_kernels(store):
     assert choose(store.images(), Limits(keep_last=1), 10.0, lambda _: False) == [old]
     assert choose(store.images(), Limits(max_age=7.5), 10.0, lambda _: False) == [old, new]
     assert asleep in store.images()
+
+
+def test_files_that_would_have_to_be_copied_are_not_tried_one_by_one(tmp_path, monkeypatch):
+    tried = []
+
+    def refuse(source: Path, target: Path, most: int) -> None:
+        tried.append(source.name)
+
+    monkeypatch.setattr(clone, "copy", refuse)
+    for name in ("one", "two", "log"):
+        (tmp_path / name).write_text("content")
+    files = {str(tmp_path / name): {"code": True} for name in ("one", "two")}
+    found = kept_files.keep({**files, str(tmp_path / "log"): {"writes": True}}, (), tmp_path / "kept", 100, 1 << 30)
+    assert tried == ["log"], "what the kernel writes to comes first; where that is no reflink, program code is none"
+    assert [(Path(path).name, file.kept) for path, file in found.items()] == [("log", False)]
+    assert not (tmp_path / "kept").exists(), "an image has no empty directories"

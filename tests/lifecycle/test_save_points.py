@@ -16,7 +16,7 @@ from jupyter_gpu_ckpt.errors import (
     SavePointExists,
     SavePointNotFound,
 )
-from jupyter_gpu_ckpt.image import layout, save_point
+from jupyter_gpu_ckpt.image import layout, save_point, shared_chunks
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.lifecycle import going_back
 
@@ -265,3 +265,20 @@ async def test_a_kernel_that_cannot_go_back_is_in_its_present_state_with_its_fil
     assert await kernel.run("print(x)") == "2"
     assert (tmp_path / "log").read_text() == "begun continued"
     assert [image.retired for image in kernel.lifecycle.engine.store.images()] == [True, True]
+
+
+async def test_save_points_share_memory_that_has_not_changed_and_each_is_whole(kernel, monkeypatch):
+    monkeypatch.setattr(shared_chunks, "SMALLEST", 16 << 20)
+    await kernel.run("import random\nlarge = random.Random(1).randbytes(64 << 20); number = 1")
+    store = kernel.lifecycle.engine.store
+    one = await kernel.provisioner.save("one")
+    await kernel.run("number = 2; other = bytes(1_000_000)")
+    two = await kernel.provisioner.save("two")
+    assert two.manifest.bytes > 64 << 20
+    assert shared_chunks.bytes_alone(two) < two.manifest.bytes - (40 << 20)
+    store.remove(one)
+    before = await kernel.provisioner.back("two")
+    assert await kernel.run("print(number, large == random.Random(1).randbytes(64 << 20))") == "2 True"
+    await kernel.provisioner.back(save_point.of_image(before).name)
+    assert await kernel.run("print(number, len(other))") == "2 1000000"
+    assert not list(store.root.glob(".draft*"))

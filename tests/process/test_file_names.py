@@ -55,7 +55,7 @@ USES = {
 UNMAPPABLE = {"a line break"}
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(1 / 5)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_with_such_a_name_comes_back_or_is_refused_by_it(criu_binary, name, use):

@@ -121,7 +121,7 @@ def test_a_setting_of_shared_memory_is_named_in_words():
     with mmap.mmap(-1, mmap.PAGESIZE) as memory:
         memory.madvise(mmap.MADV_DONTDUMP)
         for mapping in procfs.maps(os.getpid()):
-            if "dd" in shared_memory._flags(os.getpid(), mapping.start) and mapping.name == "/dev/zero (deleted)":
+            if mapping.name == "/dev/zero (deleted)" and "dd" in shared_memory._flags(os.getpid(), mapping.start):
                 file.mapped.append(shared_memory._Mapped(os.getpid(), mapping))
         with pytest.raises(shared_memory.UnsavableSharedMemory) as caught:
             shared_memory._check(file)

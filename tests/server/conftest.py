@@ -20,8 +20,9 @@ def module_runtime_base() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory, module_runtime_base: Path, criu_binary) -> Iterator[Server]:
-    """A server with the extension, shared by a module's tests."""
-    with server(tmp_path_factory.mktemp("server"), module_runtime_base) as running:
+    """A server with the extension, shared by a module's tests, which do not wait long for a round of its policy."""
+    config = "c.IdlePolicy.interval = 0.5"
+    with server(tmp_path_factory.mktemp("server"), module_runtime_base, config=config) as running:
         yield running
 
 

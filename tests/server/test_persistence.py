@@ -216,7 +216,7 @@ async def once_there(self, kernels, orphan):
     await attach(self, kernels, orphan)
 
 KernelPersistence.attach = once_there
-app._EARLY = 0.1
+app._ATTACH_TIMEOUT = 0.1
 """
 
 

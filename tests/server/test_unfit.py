@@ -31,7 +31,8 @@ def served(tmp_path_factory, module_runtime_base, criu_binary):
         (place / "program.py").write_text(program)
         argv = [sys.executable, str(place / "program.py"), "{connection_file}"]
         (place / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": name, "language": "python"}))
-    with server(home, module_runtime_base, config="c.GpuCkptProvisioner.start_timeout = 20") as running:
+    config = "c.GpuCkptProvisioner.start_timeout = 20\nc.KernelRestarter.time_to_dead = 0.5"  # seconds; by default 3
+    with server(home, module_runtime_base, config=config) as running:
         yield running
 
 

@@ -7,10 +7,12 @@ product it has `GpuSharing`, `Exchange`, the policy and the records; its lifecyc
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -153,7 +155,8 @@ class Kernel:
 
 
 def main() -> None:
-    """Run all kernels; the process ends with the last cell and its standard input."""
+    """Run all kernels; the process ends with the last cell and its standard input.  SIGUSR1: log its threads."""
+    faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
     plan = json.loads(sys.argv[1])
     gpus = FileGpus(Path(plan["directory"]), Path(plan["memory"]), plan["gpus"])

@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sharing_server
 from ordinary_user import ordinary_user
 from sharing_server import occupied
 from waiting import until
 
 from jupyter_gpu_ckpt.sharing import records
+from jupyter_gpu_ckpt.sharing.exchange import Exchange, Member
 from jupyter_gpu_ckpt.sharing.participant import Residence
 from jupyter_gpu_ckpt.sharing.policy import HEARTBEAT_S
 
@@ -66,10 +68,8 @@ class World:
                 self._void_since = None
 
     def _anybody_waits(self) -> bool:
-        now = time.monotonic()
-        return any(
-            each.waiting_since is not None and now - each.alive_at < 2 * HEARTBEAT_S for each in records.read(self.locks)
-        )
+        alive = time.monotonic() - 2 * HEARTBEAT_S
+        return any(each.waiting_since is not None and each.alive_at > alive for each in records.read(self.locks))
 
     def a_move(self, server: Server) -> None:
         """Wait until a kernel of a server leaves the GPU or comes to it."""
@@ -132,7 +132,10 @@ class Server:
 
     def finishes(self) -> None:
         """Assert that each cell ends, and once."""
-        assert self.done.wait(90), self.said()
+        if not self.done.wait(90):
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(1)
+            raise AssertionError(self.said())
         assert sorted(self.ended) == sorted(self.wanted)
 
     def said(self) -> str:
@@ -199,3 +202,19 @@ def test_a_server_that_is_killed_or_stopped_in_a_hand_over_holds_nobody_up(world
     world.never_over()
     print(f"{how}: nobody's for {world.longest_void:.2f} s at most")
     assert world.longest_void <= LONGEST_VOID
+
+
+def test_a_kernel_whose_claim_is_void_when_its_server_goes_on_waits_anew(tmp_path, monkeypatch):
+    """Its server was stopped between the claim and the move, and others may have been granted the memory meanwhile."""
+    valid = iter([False])
+    monkeypatch.setattr(Member, "claim_is_valid", lambda member: next(valid, True))
+    (tmp_path / "memory").mkdir()
+    gpus = sharing_server.FileGpus(tmp_path / "locks", tmp_path / "memory", {A: 100})
+    exchange = Exchange(gpus, sharing_server.RULES)
+    kernel = sharing_server.Kernel(0, 60, exchange, gpus, tmp_path / "memory", seed=1)
+    cell = threading.Thread(target=kernel.run, args=(1, 0.3), daemon=True)
+    cell.start()
+    cell.join(30)
+    kernel.sharing.close()
+    assert not cell.is_alive(), "its cell waits for ever"
+    assert next(valid, "asked") == "asked"

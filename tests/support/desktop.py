@@ -193,6 +193,8 @@ class SharedTab:
     def _put_back(self) -> None:
         from playwright.sync_api import Error as NotPutBack
 
+        if self._tab is not None and self._tab.was_reloaded:
+            self.close()  # the launcher, for which `leave` waits, does not come in a page that was reloaded
         try:
             if self._tab is not None:
                 self._tab.leave(self._size)
@@ -213,6 +215,7 @@ class Tab:
         self.window = window
         self.complaints: list[str] = []
         self.requests: list[str] = []
+        self.was_reloaded = False
         page.add_init_script(NOTE_WAKING)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("request", lambda request: self.requests.append(f"{request.method} {request.url}"))
@@ -254,6 +257,7 @@ class Tab:
         self.page.wait_for_selector(BUTTON)
 
     def reload(self) -> None:
+        self.was_reloaded = True
         self.page.reload()
         self.ready()
 

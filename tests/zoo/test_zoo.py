@@ -6,13 +6,15 @@ In `make test` a sample, in `make torture` all of them; root and an ordinary use
 from __future__ import annotations
 
 import pytest
-from keeper import TOGETHER, packs
+from keeper import GONE_BACK, TOGETHER, packs
 from keeping import EVERYBODY, sample, why_not
 from kinds import all_kinds
 from table import DOCUMENT, remark, rows
 
 KINDS = all_kinds()
 QUICK = sample(KINDS)
+#: What a kernel shows otherwise once it has gone back, as docs/usage.md says of all that have.
+AFTER_GOING_BACK = {"notebooks.history": "the number of the session in IPython's history"}
 CASES = [
     pytest.param(who, key, marks=() if key in QUICK else pytest.mark.torture, id=f"{who}-{key}")
     for who in ("root", "user")
@@ -54,6 +56,8 @@ def test_a_kind_is_kept_or_refused_by_name(zoo, wanted, who, key):
     outcome = user.outcomes[key]
     if outcome.what == "impossible":
         return  # this system, or this user, cannot have it: nothing can be lost
+    if key in AFTER_GOING_BACK and outcome.what == "changed" and outcome.text.startswith(GONE_BACK):
+        return
     assert not why_not(KINDS[key], who, outcome), why_not(KINDS[key], who, outcome)
 
 

@@ -93,7 +93,7 @@ void context_memory_drop_zeros(void)
 {
     for (size_t at = 0; at < sizeof noted / sizeof *noted; at++) {
         char *memory = atomic_load(&noted[at].memory);
-        size_t bytes = atomic_load(&noted[at].bytes) / PAGE * PAGE;
+        size_t bytes = (atomic_load(&noted[at].bytes) + PAGE - 1) / PAGE * PAGE; /* Linux maps whole pages */
         if (bytes != 0 && is_still_mapped((uintptr_t)memory, (uintptr_t)memory + bytes))
             drop_zeros(memory, bytes);
     }

@@ -3,7 +3,8 @@
 #include <stddef.h>
 
 /* The host memory into which the driver moves the contexts of this process when it suspends it: one populated mapping of
- * 545 MiB with PyTorch (driver 580.159.04), mostly zeros.  An image need not have those. */
+ * some hundred MiB (PyTorch on a H100, driver 580.159.04: 620 MiB, 157,365 of 158,757 pages are zeros).  An image need not
+ * have those. */
 
 /* The driver, and nobody else, has mapped this; called in any thread, also one that must not allocate. */
 void context_memory_note(void *memory, size_t bytes);

@@ -1,10 +1,15 @@
 /* The driver's functions that tell what an address is: of served memory they tell what they would tell of memory of
  * cuMemAlloc.  Attributes that are the same for both are the driver's to tell. */
 #define _GNU_SOURCE
+#include <stdatomic.h>
+
 #include "allocations.h"
+#include "child.h"
 #include "driver.h"
 #include "launch_gate.h"
+#include "mappings.h"
 #include "pools.h"
+#include "published.h"
 
 /* CUpointer_attribute */
 enum { CONTEXT = 1, SYNC_MEMOPS = 6, IS_LEGACY_CUDA_IPC_CAPABLE = 10, RANGE_START_ADDR, RANGE_SIZE };
@@ -49,17 +54,30 @@ static void tell(void *data, int attribute, const struct allocation *allocation)
         *(size_t *)data = allocation->requested;
 }
 
+/* Wait at the launch gate if it is closed and the address is of memory that may be swapped out: of that the driver would
+ * say that there is none. */
+static CUresult pass_with(CUdeviceptr address)
+{
+    struct allocation allocation;
+    if ((atomic_load_explicit(&gpu_ckpt_published.launch_gate, memory_order_acquire) & GATE_CLOSED) == 0 ||
+        is_inert() || (!allocation_containing(address, &allocation) && !mappings_contain(address)))
+        return CUDA_SUCCESS;
+    return launch_gate_pass();
+}
+
 CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address)
 {
     const struct driver *original = any_driver();
     struct allocation allocation;
     if (original == NULL || original->cuPointerGetAttribute == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
+    CUresult result = pass_with(address);
+    if (result != CUDA_SUCCESS)
+        return result;
     if (data == NULL || !differs(attribute) || !allocation_containing(address, &allocation) ||
         !is_own(attribute, &allocation))
         return original->cuPointerGetAttribute(data, attribute, address);
-    CUresult result =
-        is_a_bit(attribute) ? original->cuPointerGetAttribute(data, attribute, address) : CUDA_SUCCESS;
+    result = is_a_bit(attribute) ? original->cuPointerGetAttribute(data, attribute, address) : CUDA_SUCCESS;
     if (result == CUDA_SUCCESS)
         tell(data, attribute, &allocation);
     return result;
@@ -72,7 +90,9 @@ CUresult cuPointerGetAttributes(unsigned int count, int *attributes, void **data
     bool is_served = false, is_known = false;
     if (original == NULL || original->cuPointerGetAttributes == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
-    CUresult result = original->cuPointerGetAttributes(count, attributes, data, address);
+    CUresult result = pass_with(address);
+    if (result == CUDA_SUCCESS)
+        result = original->cuPointerGetAttributes(count, attributes, data, address);
     for (unsigned int at = 0; at < count && result == CUDA_SUCCESS; at++)
         if (differs(attributes[at])) {
             is_served = is_known ? is_served : allocation_containing(address, &allocation);

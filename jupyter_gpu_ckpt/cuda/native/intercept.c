@@ -10,6 +10,7 @@
 #include "control.h"
 #include "launch_gate.h"
 #include "managed.h"
+#include "memory_wait.h"
 #include "pools.h"
 #include "serving.h"
 
@@ -89,6 +90,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
     if (original == NULL || original->cuMemAlloc_v2 == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
     CUresult result = launch_gate_pass();
+    bool waited = false;
     if (result != CUDA_SUCCESS)
         return result;
     do {
@@ -98,7 +100,8 @@ CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
             return CUDA_SUCCESS;
         }
         result = original->cuMemAlloc_v2(address, bytes);
-    } while (result == CUDA_ERROR_OUT_OF_MEMORY && collect_freed(true));
+    } while (result == CUDA_ERROR_OUT_OF_MEMORY &&
+             (collect_freed(true) || (!waited && (waited = memory_wait(bytes)))));
     return result;
 }
 

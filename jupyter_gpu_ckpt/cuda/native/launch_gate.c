@@ -31,9 +31,9 @@ static const char *const names[] = {
 };
 enum { NAMES = sizeof names / sizeof *names };
 
-/* Of the thread that serves requests, but for ``closed_by``. */
-static unsigned closings; /* how often the gate was closed */
-static double opens_at;   /* seconds of CLOCK_MONOTONIC, while it is leased */
+/* Of the thread that serves requests; others read ``closings`` and ``closed_by``. */
+static double opens_at; /* seconds of CLOCK_MONOTONIC, while it is leased */
+static atomic_uint closings; /* how often the gate was closed */
 static _Atomic pid_t closed_by; /* the process, which a child that was made without fork's handlers is not */
 
 static double now(void)
@@ -62,6 +62,8 @@ void launch_gate_close(double seconds)
     if (seconds <= 0)
         atomic_fetch_and(gate, ~GATE_LEASED);
 }
+
+unsigned launch_gate_closings(void) { return atomic_load(&closings); }
 
 void launch_gate_open(void)
 {

@@ -44,6 +44,9 @@ void launch_gate_wait(void);
 void launch_gate_close(double seconds);
 void launch_gate_open(void);
 
+/* A number that changes when the gate is closed. */
+unsigned launch_gate_closings(void);
+
 /* Milliseconds until the gate opens by itself, for poll(2); -1: never. */
 int launch_gate_remaining(void);
 

@@ -126,6 +126,14 @@ static void count(struct memory *memory)
     total_bytes += counts ? memory->bytes : -memory->bytes;
 }
 
+bool mappings_contain(CUdeviceptr address)
+{
+    table_lock();
+    bool contain = touches(first_mapping(address), address, 1);
+    table_unlock();
+    return contain;
+}
+
 void mappings_total(size_t *number, size_t *bytes)
 {
     *number = total;

@@ -59,6 +59,9 @@ void mappings_access_set(struct mapping_call *call, const CUmemAccessDesc *acces
  * done. */
 void mappings_keep(const struct mapping_call *call, bool keep);
 
+/* Whether the program has mapped memory there. */
+bool mappings_contain(CUdeviceptr address);
+
 /* Number of memories that are mapped and not kept, and their bytes; may be called at any time. */
 void mappings_total(size_t *count, size_t *bytes);
 

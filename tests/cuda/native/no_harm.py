@@ -21,6 +21,8 @@ PER_THREAD_STREAM = 2
 ALL_ATTRIBUTES = range(28)
 CONTEXT, DEVICE_POINTER, HOST_POINTER, P2P_TOKENS, SYNC_MEMOPS, BUFFER_ID = 1, 3, 4, 5, 6, 7
 LEGACY_IPC, RANGE_START, HANDLE_TYPES, POOL, MAPPING_START, BLOCK_ID = 10, 11, 14, 17, 19, 20
+#: IS_HW_DECOMPRESS_CAPABLE: of served memory 0, which docs/performance.md names.
+DECOMPRESSED = 21
 #: Their values are addresses; and numbers that the driver gives out.
 ADDRESSES, IDENTITIES = (DEVICE_POINTER, HOST_POINTER, RANGE_START, MAPPING_START), (BUFFER_ID, BLOCK_ID)
 #: What a program sees where the driver has written nothing.
@@ -35,7 +37,7 @@ class Watcher(Program):
 
     def __init__(self, way: str) -> None:
         super().__init__(way)
-        self._identities: dict[int, int] = {}
+        self._identities: dict[int, dict[int, int]] = {}
 
     def has(self, name: str) -> bool:
         try:
@@ -52,7 +54,12 @@ class Watcher(Program):
         if attribute in ADDRESSES:
             return (len(written), self.near(value))
         if attribute in IDENTITIES:
-            return (len(written), self._identities.setdefault(value, len(self._identities)))
+            known = self._identities.setdefault(attribute, {})
+            return (len(written), known.setdefault(value, len(known)))
+        if attribute == P2P_TOKENS:  # which are others in each process
+            return len(written) > 0
+        if attribute == DECOMPRESSED:
+            return len(written)
         return (len(written), bool(value) if attribute == POOL else value)
 
     def near(self, address: int) -> str:

@@ -369,12 +369,12 @@ static void child_sockets(void)
     printf("%d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
 }
 
-/* Map so many MiB as the driver or as the program itself, with every 256th page filled. */
+/* Map so many MiB as the driver, which asks for some bytes less, or as the program, with every 256th page filled. */
 static void map(const char *who, size_t mib)
 {
     size_t bytes = mib << 20;
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
-    char *memory = strcmp(who, "driver") == 0 ? DRIVER(void *, double_map, size_t)(bytes)
+    char *memory = strcmp(who, "driver") == 0 ? DRIVER(void *, double_map, size_t)(bytes - 1000)
                                               : mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
     for (size_t at = 0; at < bytes; at += SPARSE)
         memset(memory + at, 1 + (int)(at / SPARSE % 255), 4096);

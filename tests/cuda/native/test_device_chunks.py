@@ -17,11 +17,13 @@ from waiting import until
 from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.errors import CriuError
 from jupyter_gpu_ckpt.files import direct_io
-from jupyter_gpu_ckpt.image import layout
+from jupyter_gpu_ckpt.image import device_memory, layout
 from jupyter_gpu_ckpt.image.chunk_cache import ChunkCache, evict
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.manifest import FileEntry
 from jupyter_gpu_ckpt.image.quota import Quota
+from jupyter_gpu_ckpt.image.save_point import SavePoint
+from jupyter_gpu_ckpt.image.shared_chunks import bytes_alone
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
 from jupyter_gpu_ckpt.lifecycle import dump, preflight
@@ -364,4 +366,24 @@ def test_chunks_in_the_clear_do_not_outlive_encryption(kernel, monkeypatch):
     kernel.lifecycle.wake()
     assert kernel.lifecycle.kernel.chunks is None
     assert not list(kernel.store.root.glob(".draft*"))
+    kernel.runs_on()
+
+
+def test_save_points_share_chunks_and_any_can_be_deleted(kernel, written):
+    lifecycle, at = kernel.lifecycle, "held[2][0].value"
+    one = lifecycle.save(SavePoint("one"))
+    assert sorted(written) == [path.name for path in chunks(one)]
+    kernel.runs_on()
+    written.clear()
+    kernel.program.ask(f"ctypes.memset({at} + {SIZES[2] // 2}, 77, 4096)")
+    two = lifecycle.save(SavePoint("two"))
+    assert len(written) == 1
+    assert bytes_alone(two) <= two.manifest.bytes - kernel.blocks + device_memory.CHUNK
+    kernel.program.ask(f"ctypes.memset({at} + {SIZES[2] // 2}, 78, 4096)")
+    kernel.store.remove(one)
+    before = lifecycle.back("two")
+    assert kernel.program.ask(f"ctypes.string_at({at} + {SIZES[2] // 2}, 4096) == bytes([77]) * 4096")
+    kernel.store.remove(two)
+    kernel.store.check(before)
+    kernel.program.ask(f"ctypes.memset({at}, 3, {SIZES[2]})")
     kernel.runs_on()

@@ -8,7 +8,7 @@ from waiting import until
 
 PROGRAM = "stream_ordered.py"
 GRAIN = 2 * MIB
-INVALID = 1
+INVALID, OPERATING_SYSTEM = 1, 304
 
 
 def begun(ask: Ask, path) -> None:
@@ -209,7 +209,6 @@ GATED = {
     "free('a')": 0,
     "free('other', 's')": 0,
     "free('other')": 0,
-    "free_bytes() > 0": True,
     "attribute('standard', USED)": 2 * GRAIN,
     "trim('standard')": 0,
     "end_pool('p')": 0,
@@ -233,6 +232,40 @@ def test_a_call_that_frees_waits_at_the_gate_and_no_interrupt_ends_that(ask, con
     assert ask("waits_for_work(), done") == (before, [])
     control.must("open")
     until(lambda: ask("done") == [GATED[call]], "it goes on")
+
+
+def test_a_question_for_free_memory_waits_at_the_gate_until_it_opens_or_an_interrupt_ends_that(ask, control):
+    """A process that the driver has suspended would get an error, without an interrupt."""
+    assert ask("alloc('a', 2, 's'), free('a', 's')") == (0, 0)
+    question = "cu.cuMemGetInfo_v2(ctypes.byref(Size()), ctypes.byref(Size()))"
+    control.must("close 0")
+    ask(f"begin({question!r})")
+    until(lambda: control.ask("status")["touches"] == 1, "it waits at the gate")
+    assert ask("done") == []
+    ask("interrupt()")
+    until(lambda: ask("done") == [OPERATING_SYSTEM], "it is interrupted")
+    ask(f"begin({question!r})")
+    until(lambda: control.ask("status")["touches"] == 2, "it waits at the gate")
+    control.must("open")
+    until(lambda: ask("done") == [OPERATING_SYSTEM, 0], "it goes on")
+
+
+def test_questions_for_an_address_wait_until_its_memory_is_back(ask, control):
+    """Of memory that is swapped out the driver would say that there is none; of other addresses it is asked at once."""
+    assert ask("alloc('a', 2, 's'), plain('b', 3)") == (0, 0)
+    control.must("close 0", "copy_out", "free")
+    assert ask("cu.cuPointerGetAttribute(ctypes.byref(Size()), 2, Address(4096))") == INVALID
+    one = "cu.cuPointerGetAttribute(ctypes.byref(Size()), 2, Address(memory['a']))"
+    several = (
+        "(types := (ctypes.c_int * 1)(2), place := (ctypes.c_ubyte * 8)(), places := (ctypes.c_void_p * 1)"
+        "(ctypes.addressof(place)), [cu.cuPointerGetAttributes(1, types, places, Address(memory['b'])), place[0]])[-1]"
+    )
+    for count, question in enumerate((one, several), 1):
+        ask(f"begin({question!r})")
+        until(lambda count=count: control.ask("status")["touches"] == count, "it waits at the gate")
+    assert ask("done") == []
+    control.must("swap_in", "open")
+    until(lambda: sorted(ask("done"), key=str) == [0, [0, 2]], "they are answered")
 
 
 #: What programs do right and wrong; with the library and without they get the same.

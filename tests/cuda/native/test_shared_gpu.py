@@ -10,12 +10,32 @@ import time
 import pytest
 from harness import until
 from sharing_kernels import MIB, SharedHost, sharing
+from waiting import until as blocking_until
 
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server import models
+from jupyter_gpu_ckpt.testing.fake_cuda import FakeGpus
 
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
 KINDS = ("computing", "waiting", "idle")
+
+
+#: Defines ``grow(mib, file)``: allocates more on a device that is full until the file is there.
+GROW = """
+import pathlib, threading
+def grow(mib, file):
+    driver.double_set_bytes(ctypes.c_size_t(16 << 20))
+    def look():
+        while not pathlib.Path(file).exists():
+            time.sleep(0.01)
+        driver.double_set_bytes(ctypes.c_size_t(1 << 40))
+        pathlib.Path(file).unlink()
+    threading.Thread(target=look, daemon=True).start()
+    more = ctypes.c_void_p()
+    return runtime.cudaMalloc(ctypes.byref(more), ctypes.c_size_t(mib << 20))
+"""
+#: cudaErrorMemoryAllocation.
+NO_MEMORY = "2"
 
 
 @pytest.fixture
@@ -95,6 +115,48 @@ async def test_a_cell_says_what_it_waits_for_and_an_interrupt_gives_the_place_ba
         assert sharing(one).waiting() is None
         assert one.state == "off_gpu"
         other.provisioner.agent_requests.protect(0)
+        assert await one.run("n = compute(0.05); print(intact())") == "True"
+
+
+@pytest.mark.parametrize("other_computes", [False, True])
+async def test_an_allocation_waits_until_others_have_left_with_their_memory(
+    host, tmp_path, monkeypatch, other_computes
+):
+    free, is_free = FakeGpus.free, tmp_path / "is-free"
+
+    def as_the_device_has_it(gpus: FakeGpus, uuid: str) -> int:
+        bytes = free(gpus, uuid)
+        if bytes >= 40 * MIB and not freed:
+            freed.append(bytes)
+            is_free.touch()
+            blocking_until(lambda: not is_free.exists(), "the kernel's device has it, too")
+        return bytes
+
+    freed: list[int] = []
+    async with host.notebook("one") as one, host.notebook("two") as two:
+        await host.allocate(two, 60, 2, A)
+        await host.allocate(one, 8, 1, A)
+        await one.run(GROW)
+        await until(lambda: sharing(one).participant.on == sharing(two).participant.on == (A,))
+        monkeypatch.setattr(FakeGpus, "free", as_the_device_has_it)
+        if other_computes:
+            busy = asyncio.create_task(two.run("n = compute(1.0); print(intact())"))
+            await until(lambda: sharing(two).participant.turn is not None)
+        assert await one.run(f"print(grow(40, {str(is_free)!r}), intact())") == "0 True"
+        assert freed
+        if other_computes:
+            assert await busy == "True"
+        assert await two.run("print(intact())") == "True"
+
+
+async def test_an_allocation_that_no_sharing_kernel_stands_in_the_way_of_fails_as_without_sharing(host, tmp_path):
+    async with host.notebook("one") as one:
+        await host.allocate(one, 8, 1, A)
+        host.driver.start({A: 60 * MIB})
+        await one.run(GROW)
+        never = str(tmp_path / "never")
+        assert await one.run(f"print(grow(40, {never!r}), grow(200, {never!r}))") == f"{NO_MEMORY} {NO_MEMORY}"
+        assert one.state == "running"
         assert await one.run("n = compute(0.05); print(intact())") == "True"
 
 

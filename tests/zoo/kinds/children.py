@@ -396,7 +396,6 @@ def keys():
         [sys.executable, "-c", code], stdin=subprocess.DEVNULL, start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0),
     )  # fmt: skip
-    os.close(slave)
 
     def show():
         os.write(master, b"word\n")
@@ -404,6 +403,9 @@ def keys():
         while b"/dev/" not in seen or not seen.endswith(b"\n"):
             seen += os.read(master, 1000)
         return seen.decode()
+
+    show()
+    os.close(slave)  # before the program has opened it, a read of the other end would fail
 
     def undo():
         os.close(master)

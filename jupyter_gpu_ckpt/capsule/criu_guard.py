@@ -46,6 +46,8 @@ _ENTRY_BYTES = 64
 #: compel's name for the file that its code lies in.
 _PARASITE = "/memfd:CRIUMFD"
 _TRAP = 1 << signal.SIGTRAP - 1
+#: Seconds for a process that goes on after a stop to get a processor.
+_NOTICE_TIMEOUT = 0.1
 _CONT, _CHLD = 1 << signal.SIGCONT - 1, 1 << signal.SIGCHLD - 1
 _STOP_NOTICES = (os.CLD_STOPPED, os.CLD_CONTINUED, os.CLD_TRAPPED)
 _SIGINFO_BYTES = 128
@@ -172,11 +174,31 @@ def resume(pid: int, leader: Tracee | None = None) -> None:
             break
         with contextlib.suppress(OSError), Injection.into(pid, leader) as injection:
             _pass_to_main_thread(injection, waiting)
+    before = _times_run(pid)
     with ExitStack() as stack:
         if _signals(pid, pid, "SigCgt") & _CONT:
             with contextlib.suppress(OSError):  # then it is called
                 stack.enter_context(_uncaught(stack.enter_context(Injection.into(pid, leader))))
         os.kill(pid, signal.SIGCONT)
+    # The first thread that goes on notifies the parent (CLD_CONTINUED), which drops that before its own turn.
+    if leader is not None:
+        with contextlib.suppress(OSError):
+            leader.pass_signals()
+        return
+    deadline = time.monotonic() + _NOTICE_TIMEOUT
+    while _lives(pid) and _state(*[procfs.stat(pid).parent] * 2) in "Tt" and time.monotonic() < deadline:
+        if _times_run(pid) != before:
+            break
+        time.sleep(0.0002)
+
+
+def _times_run(pid: int) -> int:
+    """Return how often threads of a process have got a processor (Documentation/scheduler/sched-stats.rst)."""
+    found = 0
+    for tid in procfs.threads(pid):
+        with contextlib.suppress(OSError):
+            found += int(procfs.read(f"/proc/{pid}/task/{tid}/schedstat").split()[2])
+    return found
 
 
 def _drop_stop_notice(injection: Injection) -> None:

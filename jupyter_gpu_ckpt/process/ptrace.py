@@ -220,6 +220,15 @@ class Tracee(contextlib.AbstractContextManager["Tracee"]):
         while (status := self._wait_status()) >> 8 != PTRACE_EVENT_STOP:
             ptrace(PTRACE_CONT, self.tid, 0, status & 0xFF)
 
+    def pass_signals(self) -> None:
+        """Let Linux do what is due when the stopped thread goes on (kernel/signal.c: get_signal).
+
+        It stops again before it gets a signal or runs an instruction.  Raises `OSError`.
+        """
+        ptrace(PTRACE_INTERRUPT, self.tid)
+        ptrace(PTRACE_CONT, self.tid)
+        self._wait()
+
     def _wait(self) -> int:
         """Wait for the next stop.  Return its signal; the thread's end is left for the loop that reaps."""
         return self._wait_status() & 0xFF

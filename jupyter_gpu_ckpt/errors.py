@@ -149,7 +149,10 @@ class KernelBusy(PreflightError, code="KERNEL_BUSY"):
 class BranchDiffers(PreflightError, code="BRANCH_DIFFERS"):
     """State of the kernel cannot exist twice, so a branch of it would have it otherwise."""
 
-    default_hint = "Close it in the kernel and save again, or begin the branch without it: accept the differences."
+    default_hint = (
+        "Close it in the kernel and save again, or accept the differences and begin the branch without it "
+        "(`--accept-differences`)."
+    )
 
 
 class BranchUnsafe(PreflightError, code="BRANCH_UNSAFE"):

@@ -27,6 +27,7 @@ _FAILED = {
     "save": "No save point was made.",
     "save_automatically": "No save point was made.",
     "back": "This kernel did not go back.",
+    "branch": "No branch was made.",
 }
 _ASLEEP = "This kernel was not put to sleep."
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -147,7 +148,7 @@ class GpuMagics:
             raise UsageError("--accept-differences and --reseed are for --branch.")
         with limits_explained():
             if options.branch is not None:
-                self._branch(options.branch, accepts_differences=options.accept_differences, reseed=options.reseed)
+                self._branch(options.branch, accept_differences=options.accept_differences, reseed=options.reseed)
             elif options.status:
                 self._print_status()
             elif options.list:

@@ -48,7 +48,7 @@ class TemplateCommand(ImageCommand):
         store = self.store()
         if action == "create":
             source = _image(store, self.source)
-            made = templates.create(store, source, names[0], accepts_differences=self.accept_differences)
+            made = templates.create(store, source, names[0], accept_differences=self.accept_differences)
             return {"created": dataclasses.asdict(made), "bytes": store.get(made.image).manifest.bytes}, 0
         if action == "remove":
             return {"removed": dataclasses.asdict(templates.remove(store, names[0]))}, 0

@@ -68,17 +68,22 @@ def find(directory: Path, own: Sequence[str], notes: Mapping[str, Any]) -> list[
     ``notes``: of the manifest.
     """
     _, found = _separated(directory, own, lambda *_: 0, "")
+    return found + _exclusive_locks(directory, notes)
+
+
+def _exclusive_locks(directory: Path, notes: Mapping[str, Any]) -> list[Exclusive]:
     locks = [each for each in _locks(directory) if each[1] is not None]
     names = {images.name_of_file(directory, id) for _, id in locks}
     names |= {f"a file of process {pid}" for pid, each in notes.items() if _exclusive_posix(each)}
-    found += [Exclusive("lock", f"an exclusive lock on {name}", "not locked") for name in sorted(names)]
-    return found
+    return [Exclusive("lock", f"an exclusive lock on {name}", "not locked") for name in sorted(names)]
 
 
-def separate(directory: Path, view: Path, own: Sequence[str], choose_port: ChoosePort, prefix: str) -> list[Exclusive]:
+def separate(
+    directory: Path, view: Path, own: Sequence[str], choose_port: ChoosePort, prefix: str, notes: Mapping[str, Any]
+) -> list[Exclusive]:
     """Write records without exclusive state to ``view``, a view of the dump in ``directory``; return what they change.
 
-    ``prefix``: of the new paths of unix sockets.  Raises `ImageFormat`, `OSError`.
+    ``prefix``: of the new paths of unix sockets.  ``notes``: of the manifest.  Raises `ImageFormat`, `OSError`.
     """
     source = view if (view / images.FILES).exists() else directory
     contents, found = _separated(source, own, choose_port, prefix)
@@ -86,7 +91,7 @@ def separate(directory: Path, view: Path, own: Sequence[str], choose_port: Choos
     if (directory / _LOCKS).exists():
         kept = [record for record, id in _locks(directory) if id is None]
         _replace(view / _LOCKS, images.FILE_LOCKS_MAGIC, kept)
-    return found
+    return found + _exclusive_locks(directory, notes)
 
 
 def without_locks(notes: Mapping[str, Any]) -> dict[str, Any]:

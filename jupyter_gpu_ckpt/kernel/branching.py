@@ -32,14 +32,14 @@ class BranchPlan:
         differs = [each.as_dict() for each in self.differs]
         return {"image": self.image, "differs": differs, "shared": self.shared, "unsafe": self.unsafe}
 
-    def require(self, accepts_differences: bool) -> None:
+    def require(self, accept_differences: bool) -> None:
         """Raise `BranchUnsafe`, or `BranchDiffers` unless the differences are accepted."""
         left, plan = f"the image is kept as {self.image}", self.as_dict()
         if self.unsafe:
             message = f"Two kernels must not go on with this: {'; '.join(self.unsafe)}."
             raise BranchUnsafe(message, left=left, plan=plan)
         # A closed connection is what every wake has, and files can be read by both.
-        if (differs := [each for each in self.differs if each.kind != "connection"]) and not accepts_differences:
+        if (differs := [each for each in self.differs if each.kind != "connection"]) and not accept_differences:
             changes = "; ".join(f"{each.what} ({each.becomes})" for each in differs)
             raise BranchDiffers(
                 f"This cannot exist twice, and is otherwise in a branch: {changes}.", left=left, plan=plan

@@ -57,14 +57,14 @@ class BranchPoint:
     """The image that a kernel starts from, in place of a launch: that of another kernel.
 
     ``reseed``, ``is_template``: see `image.branch.NewKernel`.  ``accept_changed_files``: for its restore; None: as the
-    settings say.  ``accepts_differences``: it may start although something cannot exist twice (`branching.BranchPlan`).
+    settings say.  ``accept_differences``: it may start although something cannot exist twice (`branching.BranchPlan`).
     """
 
     image: str
     reseed: bool = False
     is_template: bool = False
     accept_changed_files: bool | None = None
-    accepts_differences: bool = False
+    accept_differences: bool = False
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class KernelHost:
         """Start a kernel from an image of another one.  After failure nothing is left of it."""
         source = engine.store.get(point.image)
         plan = branching.plan(engine.store, source)
-        plan.require(point.accepts_differences)
+        plan.require(point.accept_differences)
         was = plan.session
         if self._registration is None:
             reap(launch.base)

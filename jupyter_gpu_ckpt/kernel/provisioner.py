@@ -483,7 +483,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         point: BranchPoint | None = kwargs.pop("branch_of", None)
         if point is None and self.template:
             point = BranchPoint(
-                self.template, reseed=True, is_template=True, accept_changed_files=True, accepts_differences=True
+                self.template, reseed=True, is_template=True, accept_changed_files=True, accept_differences=True
             )
         elif self._launched:  # a restarted branch is a fresh kernel
             point = None
@@ -600,7 +600,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         """Called on the gate's thread when a cell has requested a branch; ``on_end`` gets the new id, or the error."""
         how = content.get("how")
         flags = (
-            {name: how.get(name) is True for name in ("accepts_differences", "reseed")} if isinstance(how, dict) else {}
+            {name: how.get(name) is True for name in ("accept_differences", "reseed")} if isinstance(how, dict) else {}
         )
 
         async def branch() -> None:

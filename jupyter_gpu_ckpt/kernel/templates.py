@@ -53,7 +53,7 @@ def _found() -> Iterator[Template]:
             yield Template(name, str(spec["display_name"]), image)
 
 
-def create(store: Store, source: Image, name: str, *, accepts_differences: bool = False) -> Template:
+def create(store: Store, source: Image, name: str, *, accept_differences: bool = False) -> Template:
     """Make a template from an image; its kernelspec is that of the image's kernel, by another name.
 
     After failure there is neither a kernelspec nor an image.  Raises `BadRequest` for a name that is taken or that no
@@ -70,7 +70,7 @@ def create(store: Store, source: Image, name: str, *, accepts_differences: bool 
             message, hint="Install it first: kernels start by it where the template cannot be used."
         ) from error
     plan = branching.plan(store, source)
-    plan.require(accepts_differences)
+    plan.require(accept_differences)
     key = plan.session.kernel_key if source.manifest.branched_from else str(plan.session.front["key"])
     session = dataclasses.replace(plan.session, kernel_id=str(uuid.uuid4()), notebook="", kernel_key=key)
     kernel = NewKernel(session.kernel_id, source.manifest.kernel_name, session.write, is_template=True)

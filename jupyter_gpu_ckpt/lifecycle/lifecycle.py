@@ -132,9 +132,12 @@ class Lifecycle:
         """Write everything to an image, which stays under its name; the kernel pauses for that, and continues.
 
         ``notebook``: its document, to be kept with it.  After failure the kernel is as it was before.  Raises
-        `SavePointExists`, `BadRequest` for a name that none can have.
+        `SavePointExists`, `BadRequest` for a name that none can have, `StateError` for a kernel that sleeps.
         """
         with self.kernel.lock:
+            if self.state is State.CHECKPOINTED:
+                hint = "Wake it first, as a cell does, and save it then. A branch can begin from it as it sleeps."
+                raise StateError("A kernel that sleeps cannot be saved: it is in an image.", hint=hint)
             require_free_name(self.engine.store.images(), self.home.kernel_id, save_point.name)
             self.kernel.save_point = None
             options: dict[str, Any] = {"save_point": save_point, "notebook": notebook, "continues": True}

@@ -329,7 +329,10 @@ def _criu_directory(attempt: Attempt, directory: Path) -> Iterator[Path]:
             vmas.replace(view, aligned.records)
             if is_branch:
                 moved = f"{home.inner_dir}/{MOVED}"
-                attempt.separated = exclusive.separate(directory, view, home.own_sockets, exclusive.free_port, moved)
+                notes = attempt.kernel.image.manifest.notes
+                attempt.separated = exclusive.separate(
+                    directory, view, home.own_sockets, exclusive.free_port, moved, notes
+                )
         except OSError as error:
             raise RuntimeDirectory(f"{runtime_dir} cannot be written: {error.strerror}.") from error
         yield view

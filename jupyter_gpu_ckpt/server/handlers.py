@@ -20,12 +20,8 @@ __all__ = ["HANDLERS", "METHODS", "Extension"]
 
 OPENAPI = Path(__file__).with_name("openapi.yaml")
 _PARAMETERS = {"restore": {"gpu_map", "accept_changed_files"}, "suspend": {"when"}, "checkpoint": {"when"}}
-#: Fields of a request for a branch, and those of `BranchPoint`.
-_BRANCH_FLAGS = {
-    "reseed": "reseed",
-    "accept_differences": "accepts_differences",
-    "accept_changed_files": "accept_changed_files",
-}
+#: Fields of a request for a branch that are those of `BranchPoint`.
+_BRANCH_FLAGS = ("reseed", "accept_differences", "accept_changed_files")
 
 #: The method that a request of each verb runs.
 VERBS: Mapping[str, Callable[..., Awaitable[Any]]] = {
@@ -113,7 +109,7 @@ class BranchHandler(Handler):
             raise BadRequest("save_point is the name of a save point.")
         if not all(isinstance(body.get(flag, False), bool) for flag in _BRANCH_FLAGS):
             raise BadRequest(f"{', '.join(_BRANCH_FLAGS)} are true or false.")
-        flags = {_BRANCH_FLAGS[flag]: body[flag] for flag in _BRANCH_FLAGS if flag in body}
+        flags = {flag: body[flag] for flag in _BRANCH_FLAGS if flag in body}
 
         async def branch() -> dict[str, Any]:
             started = await provisioner.branch(name, **flags)

@@ -137,11 +137,12 @@ async def test_what_cannot_exist_twice_is_named_before_and_is_otherwise_in_a_bra
     await kernel.provisioner.checkpoint()
     image = kernel.lifecycle.image
     await_kernel = kernel.run("print(*ports)")
-    async with branch_of(image.id, kernel, tmp_path / "branch", accepts_differences=True) as branch:
+    async with branch_of(image.id, kernel, tmp_path / "branch", accept_differences=True) as branch:
         assert (await await_kernel).split() == list(map(str, ports))
         notice = await branch.run("print(server.is_alive(), answers)", stream="stderr")
         assert f"127.0.0.1:{ports[0]}" in notice
         assert path in notice
+        assert f"an exclusive lock on {lock} (not locked)" in notice
         assert "cuda-uvmfd" not in notice
         names = "listener.getsockname()[1], datagrams.getsockname()[1], named.getsockname()"
         own = (await branch.run(f"print({names})")).split()
@@ -171,7 +172,7 @@ async def test_there_is_no_branch_in_the_middle_of_a_transaction(kernel, tmp_pat
     await kernel.run("_ = data.execute('insert into t values (1)')")
     image = await kernel.provisioner.checkpoint()
     with pytest.raises(BranchUnsafe, match="transaction"):
-        async with branch_of(image.id, kernel, tmp_path / "branch", accepts_differences=True):
+        async with branch_of(image.id, kernel, tmp_path / "branch", accept_differences=True):
             pass
     assert await kernel.run("data.commit(); print(data.execute('select n from t').fetchall())") == "[(1,)]"
 
@@ -217,7 +218,7 @@ async def test_a_branch_of_an_encrypted_image(tmp_path, runtime_base, criu_binar
         await kernel.run("import socket; listener = socket.create_server(('127.0.0.1', 0)); x = 41")
         image = await kernel.provisioner.save("point")
         assert image.manifest.encryption
-        async with branch_of(image.id, kernel, tmp_path / "branch", accepts_differences=True) as branch:
+        async with branch_of(image.id, kernel, tmp_path / "branch", accept_differences=True) as branch:
             assert await branch.run("print(x)") == "41"
             ports = {await each.run("print(listener.getsockname()[1])") for each in (kernel, branch)}
             assert len(ports) == 2

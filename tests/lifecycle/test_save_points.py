@@ -15,6 +15,7 @@ from jupyter_gpu_ckpt.errors import (
     MissingFile,
     SavePointExists,
     SavePointNotFound,
+    StateError,
 )
 from jupyter_gpu_ckpt.image import layout, save_point, shared_chunks
 from jupyter_gpu_ckpt.image.save_point import SavePoint
@@ -100,6 +101,11 @@ async def test_a_suspended_kernel_is_saved_as_it_is(kernel):
     point = kernel.lifecycle.save(SavePoint("one"))
     assert kernel.state == "suspended"
     kernel.lifecycle.engine.store.check(point)
+    await kernel.provisioner.checkpoint()
+    with pytest.raises(StateError) as caught:
+        kernel.lifecycle.save(SavePoint("two"))
+    assert "Wake it first" in caught.value.hint
+    assert "history" not in caught.value.details
     assert await kernel.run("print(x)") == "1"
 
 

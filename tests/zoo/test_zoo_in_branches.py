@@ -38,7 +38,7 @@ async def in_a_branch(directory: Path, keys: list[str]) -> tuple[dict[str, str],
         named = [each.what for each in plan.differs] + plan.unsafe
         if plan.unsafe:
             return dict.fromkeys(before, "refused"), named
-        how = {"accepts_differences": True, "accept_changed_files": True}
+        how = {"accept_differences": True, "accept_changed_files": True}
         async with branch_of(image.id, zoo.kernel, directory / "branch", **how) as kernel:
             branch = Zoo(kernel)
             changed = {each.key: each.text for each in await branch.differences(before, "in the branch")}

@@ -154,7 +154,8 @@ def _noted_files(
     ``unstamped``: the processes run on, and a later change may leave no trace in its identity.
     """
     files = list(files)
-    untracked = {path for path in _mapped_data(files) if not _written_back(path, file_system_of(path)) and continues}
+    mapped = _mapped_data(files, all=continues)
+    untracked = {path for path in mapped if not _written_back(path, file_system_of(path)) and continues}
     noted: dict[str, dict[str, Any]] = {}
     locks: dict[str, set[tuple[int, ...]]] = {}
     for file in files:
@@ -181,10 +182,13 @@ def _noted_files(
     return noted
 
 
-def _mapped_data(files: Iterable[Facts]) -> set[str]:
-    """Return the files that are mapped and are not program code: the kernel, or a process outside, may change pages."""
+def _mapped_data(files: Iterable[Facts], *, all: bool) -> set[str]:
+    """Return the files that a mapping can change, or ``all`` that are mapped: a process outside may change their pages.
+
+    Without program code.
+    """
     code = {file["path"] for file in files if file.get("code")}
-    return {file["path"] for file in files if file.get("through_mapping") or not file["open"]} - code
+    return {file["path"] for file in files if file.get("through_mapping") or (all and not file["open"])} - code
 
 
 def _written_back(path: str, kind: str) -> bool:

@@ -9,6 +9,7 @@ from recorder import Recorder
 from stock import Blocking, drained, executed, heard, printed, replies
 from waiting import until
 
+from jupyter_gpu_ckpt.gate import router
 from jupyter_gpu_ckpt.trace import StepEvent
 
 pytestmark = pytest.mark.timeout(120)
@@ -110,7 +111,8 @@ def test_questions_that_do_not_wake_are_answered_by_the_kernel_once_it_is_awake(
     assert answers[last]["status"] == "ok"
 
 
-def test_the_end_of_a_line_in_a_console_wakes_the_kernel(blocking: Blocking):
+def test_the_end_of_a_line_in_a_console_wakes_the_kernel(blocking: Blocking, monkeypatch):
+    monkeypatch.setattr(router, "UNKNOWN_AFTER", 60.0)  # a busy machine takes longer to wake it
     client = blocking.connect()
     blocking.checkpoint()
     client.is_complete("for i in x:")

@@ -16,6 +16,7 @@ import pytest
 from jupyter_core.utils import run_sync
 from stock import OURS, environment, write_kernelspecs
 
+from jupyter_gpu_ckpt.gate import router
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 
 pytestmark = pytest.mark.timeout(180)  # some of the suite's own waits have no deadline
@@ -40,6 +41,7 @@ class OurKernel(TestCase):
         cls.addClassCleanup(patch.undo)
         patch.setenv("JUPYTER_PATH", str(write_kernelspecs(directory, directory / "run")))
         patch.delenv("PYTEST_CURRENT_TEST", raising=False)
+        patch.setattr(router, "UNKNOWN_AFTER", 60.0)  # a busy machine takes longer to wake a kernel
         for name, value in environment(directory).items():
             patch.setenv(name, value)
         super().setUpClass()

@@ -31,7 +31,7 @@ UID = 54321
 #: Seconds after which many tests together are taken to hang: several times what they take on a busy machine.
 HANGS = 600
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(HANGS + 60)]
 root_only = pytest.mark.skipif(not ROOT, reason="this run is an ordinary user's already: all of it is the proof")
 
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from .. import errors
+from .. import errors, procfs
 from ..cuda import refusals
 from ..cuda.cuda import Cuda, CudaState
 from ..cuda.fastpath import MUCH, SOCKET, Amounts
@@ -304,9 +304,8 @@ def _unless_ended(kernel: KernelState, pid: int, call: Callable[[int], _T]) -> _
 
 
 def lives(pid: int) -> bool:
-    """Return whether a process has not ended; one that has, and was not waited for, has."""
-    process = read_process(pid)
-    return process is not None and process.state not in "ZX"
+    """Return whether a process has not ended, and is not ending: its files are closed before it has."""
+    return not procfs.is_ending(pid)
 
 
 def _each(kernel: KernelState, pids: Iterable[int], call: Callable[[int], object]) -> dict[int, GpuCkptError | None]:

@@ -126,6 +126,7 @@ class Killer:
 
 
 @pytest.mark.slow  # a suspend for each step
+@pytest.mark.sweep(0.25)
 @pytest.mark.parametrize("first", [1, 2, 3, 4])
 def test_a_child_that_is_killed_at_any_step_makes_neither_a_failure_nor_a_loss(family, monkeypatch, first):
     killer, (other,) = Killer(family, monkeypatch), family.children

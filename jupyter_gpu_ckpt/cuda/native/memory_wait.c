@@ -13,9 +13,10 @@
 #include "published.h"
 
 #define SHARES_VARIABLE "JUPYTER_GPU_CKPT_SHARES_GPUS"
-/* Milliseconds between two looks, and in which the owner begins to answer: it reads the wish ten times a second. */
+/* Milliseconds between two looks, and in which the owner begins to answer: it reads the wish ten times a second, but may
+ * have to wait for a processor itself, or have ended. */
 #define LOOK 10
-#define PATIENCE 3000
+#define PATIENCE 15000
 
 static bool shares;
 

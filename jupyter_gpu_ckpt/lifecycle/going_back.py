@@ -107,9 +107,9 @@ def settle(
     accepting = compare(True) if now or open_ else []
     if open_ and insist:
         stuck = {each.path for each in accepting if each.field in _FILES and each.hard}
-        in_vain = {path for path in open_ if (files.get(path) if isinstance(files, Mapping) else files) == THEN}
+        without_copy = {path for path in open_ if (files.get(path) if isinstance(files, Mapping) else files) == THEN}
         described = [_described(path, kept.get(path), may_stay=path not in stuck) for path in open_]
-        raise _differ(described, {path: _why_not_kept(path, image, kept.get(path)) for path in sorted(in_vain)})
+        raise _differ(described, {path: _why_not_kept(path, image, kept.get(path)) for path in sorted(without_copy)})
     settled = {*then, *now}
     left = [each for each in found if each.field not in _FILES or each.path not in settled]
     return left + [each for each in accepting if each.field in _FILES and each.path in now], then

@@ -284,7 +284,7 @@ def asked(subject: Subject, code: str) -> str:
     return subject.tell(f"answer = work('one', {code!r})")
 
 
-def dump_in_vain(how: str, home: Path, capsule: Capsule, criu: Criu) -> None:
+def dump_that_fails(how: str, home: Path, capsule: Capsule, criu: Criu) -> None:
     if how == "fails":
         with pytest.raises(CriuError):
             Criu([shutil.which("false")]).dump(capsule, home / "image", timeout=60)
@@ -306,7 +306,7 @@ def test_what_a_closed_end_still_sends_is_there_after_a_dump_that(how, reader, h
     else:
         make = f"s, a = pair(child); digest = child({send + 'answer = hash(text[:sent])'!r})"
     asked(subject, make)
-    dump_in_vain(how, home, capsule, criu)
+    dump_that_fails(how, home, capsule, criu)
     read = "data = b''\nwhile part := a.recv(1 << 20): data += part\nanswer = hash(data) == digest, len(data) > 1 << 20"
     assert asked(subject, read) == repr((True, True))
 
@@ -317,7 +317,7 @@ def test_what_was_read_out_for_a_dump_is_put_back_when_it(how, home, capsule, cr
     subject.tell(PRELUDE)
     asked(subject, "s, a = pair(child); text = os.urandom(100) * 10_000; a.setblocking(False); sent = a.send(text)")
     asked(subject, "child('c.send(b\"back\")')")
-    dump_in_vain(how, home, capsule, criu)
+    dump_that_fails(how, home, capsule, criu)
     assert asked(subject, "answer = a.getblocking(), a.recv(9)") == repr((False, b"back"))
     assert asked(subject, f"answer = child({READ_ALL}) == hash(text[:sent])") == "True"
 

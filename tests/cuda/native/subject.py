@@ -199,3 +199,13 @@ def asking(programs: Programs, doubles: Path, script: str, socket: Path | None, 
     finally:
         process.kill()
         process.communicate()
+
+
+def same_answers(programs: Programs, doubles: Path, script: str, path: Path, expressions: Sequence[str]) -> None:
+    """Check that a program (`asking`) answers the same with the library, which listens at ``path``, and without it."""
+    answers = []
+    for listening_at in (None, path):
+        with asking(programs, doubles, script, listening_at) as ask:
+            answers.append([ask(each) for each in expressions])
+    assert path.exists()
+    assert answers[0] == answers[1]

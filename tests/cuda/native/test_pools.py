@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from subject import MIB, Ask, Control, asking
+from subject import MIB, Ask, Control, asking, same_answers
 from waiting import until
 
 PROGRAM = "stream_ordered.py"
@@ -284,9 +284,4 @@ SAME = [
 
 
 def test_results_and_errors_are_the_drivers(programs, doubles, runtime_base):
-    answers = []
-    for socket in (None, runtime_base / "fast"):
-        with asking(programs, doubles, PROGRAM, socket) as ask:
-            answers.append([ask(line) for line in SAME])
-    assert (runtime_base / "fast").exists()
-    assert answers[0] == answers[1]
+    same_answers(programs, doubles, PROGRAM, runtime_base / "fast", SAME)

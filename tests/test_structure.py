@@ -38,6 +38,15 @@ def test_each_class_name_is_defined_once():
     assert {name: places for name, places in defined.items() if len(places) > 1} == {}
 
 
+def test_each_helper_of_the_tests_has_a_name_of_its_own():
+    """pytest puts the tests' folders on ``sys.path``: of two helpers with one name the first would be imported."""
+    defined: dict[str, list[str]] = defaultdict(list)
+    for path in TESTS.rglob("*.py"):
+        if path.name != "conftest.py" and not (path.parent / "__init__.py").exists():
+            defined[path.name].append(str(path.relative_to(TESTS)))
+    assert {name: places for name, places in defined.items() if len(places) > 1} == {}
+
+
 def _imports(path: Path) -> Iterator[str]:
     """The modules of the package that one of its modules imports, in functions as well, by their names below it."""
     package = ["jupyter_gpu_ckpt", *path.relative_to(PACKAGE).parts[:-1]]

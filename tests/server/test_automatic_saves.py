@@ -88,13 +88,15 @@ def test_an_idle_kernel_is_saved_once_until_it_is_used_again(tmp_path, runtime_b
         kernel_id = living.start_kernel()
         for number in range(1, 5):
             living.run(kernel_id, f"x = {number}")
-            until(lambda number=number: saves_of(living, kernel_id, number))
+            until(lambda number=number: number in cells(living, kernel_id))
+        until(lambda: cells(living, kernel_id)[:-2] == [2])  # the oldest goes once the newest is there
+        assert cells(living, kernel_id) == [2, 3, 4]
         assert saves(living, kernel_id) == ["idle"] * 3
-        assert [each["cell"] for each in living.get(f"gpu-ckpt/kernels/{kernel_id}/saves")] == [2, 3, 4]
 
 
-def saves_of(living, kernel_id: str, cell: int) -> bool:
-    return cell in [each["cell"] for each in living.get(f"gpu-ckpt/kernels/{kernel_id}/saves")]
+def cells(living, kernel_id: str) -> list[int]:
+    """The cells after which the kernel's save points were made, oldest first."""
+    return [each["cell"] for each in living.get(f"gpu-ckpt/kernels/{kernel_id}/saves")]
 
 
 async def test_after_each_cell(tmp_path, runtime_base, criu_binary):

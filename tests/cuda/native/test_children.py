@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from family import SIZES, Child, Family
+from cuda_family import SIZES, Child, Family
 from fast_kernel import CONTEXT
 from fast_program import MIB, A
 from programs import NATIVE, cc

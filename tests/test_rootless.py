@@ -269,7 +269,7 @@ def test_databases_and_changed_files_as_an_ordinary_user(place, criu, cases):
 @root_only
 def test_the_launch_gate_as_an_ordinary_user(place, criu):
     nobody = Nobody(place, criu)
-    chosen = "waits or seen_soon or not_lock or next_owner"
+    chosen = "waits or is_seen or not_lock or next_owner"
     tests = pytest_of("tests/cuda/native/test_launch_gate_lifecycle.py", "-k", chosen)
     assert " passed" in nobody.run(tests, timeout=HANGS)
     assert nobody.seen == {(UID,) * 4}

@@ -220,7 +220,7 @@ def on_the_gpu(subject: Subject, host: FakeHost) -> int:
     """Bytes that are taken there."""
     if subject.kernel.lifecycle.capsule is not None:
         host_memory.device_bytes(subject.kernel.lifecycle.kernel)  # the fake learns of a process as it is asked for it
-    host.call("nvml.gpus", timeout_s=20)  # and of its end
+    host.call("nvml.gpus", timeout_s=60)  # and of its end
     return host.gpus[GPU] - host.free(GPU)
 
 
@@ -232,7 +232,7 @@ async def test_the_helper_of_a_kernel_on_the_gpu_killed_at_any_step(on_gpu, monk
     subject, host, helper = on_gpu
     await brought_to(subject, verb)
     assert on_the_gpu(subject, host) == (HELD if verb == "checkpoint" else 0)
-    helper.call("cuda.open", timeout_s=20)
+    helper.call("cuda.open", timeout_s=60)
     killed: list[int] = []
 
     def kill() -> None:

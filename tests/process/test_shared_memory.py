@@ -41,7 +41,7 @@ while child == 0:
 print(child, named._semlock.name, flush=True)
 for line in sys.stdin:
     ask.release()
-    done, before, memory[:4] = answer.acquire(timeout=20), memory[:4], b"seen"
+    done, before, memory[:4] = answer.acquire(timeout=60), memory[:4], b"seen"
     print(done, memory[4096], before, flush=True)
 os.kill(child, 9)
 os.wait()

@@ -214,7 +214,7 @@ def test_a_kernel_whose_claim_is_void_when_its_server_goes_on_waits_anew(tmp_pat
     kernel = sharing_server.Kernel(0, 60, exchange, gpus, tmp_path / "memory", seed=1)
     cell = threading.Thread(target=kernel.run, args=(1, 0.3), daemon=True)
     cell.start()
-    cell.join(30)
+    cell.join(60)
     kernel.sharing.close()
     assert not cell.is_alive(), "its cell waits for ever"
     assert next(valid, "asked") == "asked"

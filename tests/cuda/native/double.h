@@ -72,9 +72,13 @@ struct outstanding {
 void double_outstanding(struct outstanding *);
 void double_set_bytes(size_t bytes);             /* of the device */
 void double_set_delay(unsigned microseconds);    /* of each copy on a stream */
+bool double_is_held(void);                       /* by a ``double_hold`` */
 /* Calls ``nth`` (1: the next) and, if ``lasting``, all later ones of the function fail; 0: none; "*": any function. */
 void double_fail(const char *function, long nth, bool lasting, CUresult result);
-void double_slow(const char *function, unsigned microseconds); /* the next call of it */
+/* The next call of the function waits (``double_waits``: it does now) until ``double_continue``. */
+void double_stop(const char *function);
+bool double_waits(void);
+void double_continue(void);
 long double_calls(const char *function);         /* since the last double_fail */
 const char *double_called(size_t index);         /* names, until NULL */
 CUresult double_primary_context(CUcontext *);

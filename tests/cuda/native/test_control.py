@@ -140,7 +140,7 @@ def test_another_user_is_refused(listener):
         try:
             os.setuid(65534)
             other = socket.socket(socket.AF_UNIX)
-            other.settimeout(20)
+            other.settimeout(60)
             other.connect(str(listener.path))
             with contextlib.suppress(ConnectionError):
                 other.sendall(b"copy_out\nfree\n")

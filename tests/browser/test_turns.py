@@ -44,8 +44,8 @@ SHORT = 0.5
 def jupyter(tmp_path_factory, base, chromium, criu_binary):
     if compiler() is None:
         pytest.skip("there is no C compiler on this machine")
-    doubles = build_doubles(tmp_path_factory.mktemp("cuda"))
-    library = build(tmp_path_factory.mktemp("native"), doubles).library
+    doubles = build_doubles()
+    library = build(doubles).library
     config = CONFIG.replace("{library!r}", repr(str(library))).replace("{doubles!r}", repr(str(doubles)))
     with lab(tmp_path_factory.mktemp("turns"), base, config=config) as running:
         yield running

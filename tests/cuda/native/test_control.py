@@ -204,8 +204,8 @@ def test_devices_that_are_not_served(programs, doubles, devices):
 
 
 @pytest.mark.parametrize("function", ["cuMemAddressReserve", "cuMemSetAccess"])
-def test_a_driver_without_a_function(programs, tmp_path, function):
-    with running(programs, build_doubles(tmp_path, without=function)) as subject:
+def test_a_driver_without_a_function(programs, function):
+    with running(programs, build_doubles(without=function)) as subject:
         all_from_the_original(subject)
 
 

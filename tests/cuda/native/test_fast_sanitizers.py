@@ -30,11 +30,10 @@ OPTIONS = {
 
 
 def sanitized(tmp_path_factory, doubles, name: str, library: str, *more: str) -> Programs:
-    directory = tmp_path_factory.mktemp(name)
-    reason = why_no_sanitizer(name, library, directory)
+    reason = why_no_sanitizer(name, library, tmp_path_factory.mktemp(name))
     if reason:
         pytest.skip(reason)
-    return build(directory, doubles, name, *more)
+    return build(doubles, name, *more)
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,6 @@ def dump(attempt: Attempt) -> None:
     while True:
         try:
             attempt.traced.bytes = _write_image(attempt, bytes, needed)
-            attempt.manifest = _manifest(attempt)
             return
         except errors.NoSpace:  # checkpoints side by side saw the same space
             if evicted or not chunk_cache.evictable_bytes(root):
@@ -189,7 +188,7 @@ def _turn_to_dump(kernel: KernelState) -> Iterator[None]:
 
 
 def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
-    """Write the draft but for its manifest and return its bytes.  After failure it is removed and the processes run.
+    """Write the draft, compute its manifest and return its bytes.  After failure it is removed and the processes run.
 
     ``bytes``: resident; ``needed``: what the image may need.
     """
@@ -217,6 +216,7 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
             attempt.notes = _require_proven(inspection.result(), draft.criu_directory)
         _keep_files(attempt, draft)
         _require_fit(kernel)  # the parent of a process may have been killed meanwhile: then it is not in the image
+        attempt.manifest = _manifest(attempt)
         return draft.size() + attempt.dropped_bytes
     except BaseException:
         attempt.draft = None

@@ -286,7 +286,7 @@ def cuda_suspend(attempt: Attempt) -> None:
                         raise
                     capsule.unfreeze_threads()  # the lock alone does here, too
                     kernel.refusal = refusal
-    except (GpuCkptError, OSError) as error:
+    except BaseException as error:
         # Nobody knows how far the driver came (its helper may have ended after the work was done), and the way back
         # needs proof of free memory: so the undo of this step inspects the process and completes the way back.
         raise PartlyDone(cuda=True) from error

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from jupyter_gpu_ckpt.errors import (
     BadRequest,
@@ -49,6 +50,38 @@ async def test_a_kernel_comes_back_from_its_save_point_as_often_as_it_is_wanted(
     assert lifecycle.engine.store.images() == [point]
     lifecycle.engine.store.remove(point)
     assert [path.name for path in tmp_path.glob("*link_remap*")] == []
+
+
+async def test_a_check_for_going_back_changes_nothing_of_a_dump_under_way_nor_of_a_branch(kernel, tmp_path):
+    """A request for it is checked whatever the kernel does: its dump has made a link of the name that is compared."""
+    await kernel.run(LINKED)
+    point = await kernel.provisioner.save("one")
+    links: list[list[str]] = []
+    turns: list[bool] = []
+
+    def check(event) -> None:
+        if (event.kind, event.step) == ("completed", "dump"):
+            links.append(sorted(path.name for path in tmp_path.glob("link_remap.*")))
+            going_back.check(kernel.lifecycle.kernel, point, None)
+            links.append(sorted(path.name for path in tmp_path.glob("link_remap.*")))
+        if (event.kind, event.step) == ("completed", "match"):
+            lock = FileLock(layout.mark(kernel.lifecycle.image.path, layout.TURN), timeout=0)
+            try:
+                lock.acquire()
+            except Timeout:
+                turns.append(True)
+            else:
+                lock.release()
+
+    kernel.provisioner.faults.append(check)
+    await kernel.provisioner.checkpoint()
+    assert links[0] == links[1]
+    assert len(links[0]) == 2, "one of the save point, and one of the image"
+    assert await kernel.run("print(linked.read())") == "content"
+    await kernel.run("linked.seek(0)")
+    await kernel.provisioner.back("one")
+    assert await kernel.run("print(linked.read())") == "content"
+    assert turns == [True, True], "a branch could be restored at the same time, by the same names"
 
 
 TICKING = """

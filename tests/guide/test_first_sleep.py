@@ -96,6 +96,7 @@ def test_from_the_tutorial_to_a_kernel_that_slept_and_woke_and_back_to_nothing(r
     ):
         tab = window.tab(write_notebook(running, "first.ipynb", first, second))
         done("JupyterLab shows the notebook")
+        tab.wait_for_phase("running")  # before it has its kernel, JupyterLab drops a cell in silence
         tab.run(0)
         tab.page.locator(".jp-CodeCell").nth(0).locator(".jp-OutputArea-output").first.wait_for()
         numbers = tab.output(0)

@@ -104,7 +104,7 @@ bench: $(VENV)/ready
 
 # Simulates 1,000 users on 64 GPUs and writes docs/scale.md anew; an hour.  ONLY=sharing: its part about shared GPUs.
 scale: $(VENV)/ready
-	$(BIN)/python -m pip install --quiet --editable '.[scale]'
+	$(BIN)/python -m pip install --quiet --editable '.[scale]' --config-settings editable_mode=compat
 	$(BIN)/python scripts/scale $(if $(ONLY),--only $(ONLY))
 
 # Tries frameworks and habits in real kernels and writes docs/compatibility.md anew; an hour on two cores.  Rows that need a

@@ -31,6 +31,7 @@ import stat
 import struct
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ _C_LIBRARY = "CS_GNU_LIBC_VERSION"
 MUCH = 2 << 30
 #: Precedes what the library publishes in its memory (`published.h`).
 _MARK = b"gpu-ckpt state:\0"
-_PUBLISHED = struct.Struct("=iiiiq")
+_PUBLISHED = struct.Struct("=iiiiq16s")
 #: Bits of the launch gate's state: it is closed, and opens by itself.
 _GATE_CLOSED, _GATE_LEASED = 2, 4
 #: Says that a kernel shares GPUs (`memory_wait.c`).
@@ -125,10 +126,11 @@ class _Published(NamedTuple):
     launch_gate: int
     touches: int
     wanted: int
+    wanted_on: bytes
 
 
 #: Of a kernel without the library.
-_NOTHING = _Published(_VERSION, _State.ON_DEVICE, 0, 0, 0)
+_NOTHING = _Published(_VERSION, _State.ON_DEVICE, 0, 0, 0, b"")
 
 
 class _Refused(Exception):
@@ -232,6 +234,11 @@ class FastPath:
     def wanted(self) -> int:
         """Return the bytes of allocations that wait for free memory on a shared GPU.  As `touches`."""
         return self._published().wanted
+
+    def wanted_on(self) -> str:
+        """Return the UUID of the GPU where a new context waits for memory, "" if none does.  As `touches`."""
+        bytes = self._published().wanted_on
+        return f"GPU-{uuid.UUID(bytes=bytes)}" if any(bytes) else ""
 
     def launch_gate_is_closed(self) -> bool:
         """Return whether calls wait at the launch gate.  As `touches`."""

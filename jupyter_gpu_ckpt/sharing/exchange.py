@@ -129,6 +129,9 @@ class Exchange:
         self._thread: threading.Thread | None = None
         self._decisions, self._decided_at = Decisions(), 0.0
         self._participants: tuple[Participant, ...] = ()
+        #: Kernels whose servers are silent, and the GPUs, as far as they were read with the last decisions.
+        self._silent: tuple[Participant, ...] = ()
+        self._shared_gpus: tuple[SharedGpu, ...] = ()
         #: Since when a decision stands and is carried out by nobody; until when a kernel is passed over for that.
         self._standing: dict[tuple[str, str], float] = {}
         self._passed_over: dict[tuple[str, str], float] = {}
@@ -175,6 +178,12 @@ class Exchange:
         decisions, name = self._decisions, member.participant.kernel
         found: list[GrantTurn | WaitFor | NeverFits] = [*decisions.grants, *decisions.refusals, *decisions.waits]
         return next((each for each in found if each.kernel == name), None)
+
+    def silent_bytes(self, uuid: str) -> int:
+        """Return how much of a GPU kernels may have whose servers do not answer: no more than other programs have."""
+        known = (pair for each in self._silent for pair in zip(each.on, each.resident, strict=True))
+        others = sum(gpu.others for gpu in self._shared_gpus if gpu.uuid == uuid)
+        return min(others, sum(bytes for on, bytes in known if on == uuid))
 
     def used(self, now: float) -> dict[str, float]:
         """Return the seconds of all turns of all kernels until ``now``."""
@@ -268,17 +277,21 @@ class Exchange:
     def _snapshot(self) -> NodeSnapshot:
         now = time.monotonic()
         own = {name: replace(each.participant, alive_at=now) for name, each in [*self._members.items()]}
-        read = {each.kernel: each for each in records.read(self.directory)}
+        living, silent = records.read_all(self.directory)
+        read = {each.kernel: each for each in living}
         known = sorted((read | own).values(), key=lambda each: each.kernel)
         participants = tuple(self._without_idlers(known, now))
         self._participants = participants
+        self._silent = tuple(each for each in silent if each.kernel not in own)
         wants = (each.waiting_since is not None or (each.on and each.needs != each.resident) for each in participants)
+        self._shared_gpus = ()
         if not any(wants):
             return NodeSnapshot(now, (), participants, rules=self.rules)
         gpus = tuple(
             SharedGpu(gpu.uuid, gpu.total, policy.others(gpu.uuid, gpu.total, gpu.free, participants, now))
             for gpu in self._gpus.list()
         )
+        self._shared_gpus = gpus
         allotments = self.allotments.of({each.user for each in participants})
         return NodeSnapshot(now, gpus, participants, allotments, self.rules)
 

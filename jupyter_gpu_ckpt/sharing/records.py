@@ -99,8 +99,17 @@ def read(directory: Path) -> list[Participant]:
 
     This user's own files of servers that have ended are deleted.  Raises `OSError` where the directory cannot be used.
     """
+    return read_all(directory)[0]
+
+
+def read_all(directory: Path) -> tuple[list[Participant], list[Participant]]:
+    """Return what `read` does, and the last records of servers that are silent, of whom nobody may know more.
+
+    Those are void; their kernels may still have their memory on the GPU.
+    """
     found: list[Participant] = []
-    counts: Counter[int] = Counter()
+    silent: list[Participant] = []
+    counts: Counter[tuple[int, bool]] = Counter()
     parent = open_directory(directory)
     try:
         with os.scandir(parent) as entries:
@@ -111,13 +120,15 @@ def read(directory: Path) -> list[Participant]:
                     status = entry.stat(follow_symlinks=False)
                     if status.st_uid == os.geteuid() and _is_garbage(entry.name, status):
                         os.unlink(entry.name, dir_fd=parent)
-                    elif _FILE.fullmatch(entry.name) and _is_alive(status):
-                        counts[status.st_uid] += 1
-                        if counts[status.st_uid] <= PER_USER:
-                            found.append(_read(entry.name, parent))
+                    elif _FILE.fullmatch(entry.name) and _is_record(status):
+                        is_silent = _age(status) >= SILENT_S
+                        counts[status.st_uid, is_silent] += 1
+                        if counts[status.st_uid, is_silent] <= PER_USER:
+                            (silent if is_silent else found).append(_read(entry.name, parent))
     finally:
         os.close(parent)
-    return sorted(found, key=lambda participant: participant.kernel)
+    found.sort(key=lambda participant: participant.kernel)
+    return found, silent
 
 
 def claimed(directory: Path, uuid: str) -> int:
@@ -141,15 +152,16 @@ def _is_garbage(name: str, status: os.stat_result) -> bool:
     return (time.time() - status.st_ctime if name.startswith(".") else _age(status)) > _GARBAGE_S
 
 
-def _is_alive(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) and status.st_size <= _LONGEST and _age(status) < SILENT_S
+def _is_record(status: os.stat_result) -> bool:
+    """Return whether a file can be a record of this boot, be its server silent or not."""
+    return stat.S_ISREG(status.st_mode) and status.st_size <= _LONGEST and _age(status) < math.inf
 
 
 def _read(name: str, parent: int) -> Participant:
     descriptor = os.open(name, READ, dir_fd=parent)
     try:
         status = os.fstat(descriptor)  # of what was opened: another file may have the name since
-        if not _is_alive(status):
+        if not _is_record(status):
             raise ValueError("no record")
         participant = _decoded(json.loads(os.read(descriptor, _LONGEST)))
     finally:

@@ -174,6 +174,24 @@ def test_of_two_claims_without_a_lock_the_later_one_yields(exchange, waiting, mo
     assert (waiting.participant.residence is Residence.AWAY) is earlier
 
 
+def test_memory_of_a_server_that_does_not_answer_is_known_and_never_more_than_others_have(exchange):
+    """Its record is void: what it had counts as another program's, of whose kind it says something."""
+    silent, member = (Member(exchange, KernelDouble()) for _ in range(2))
+    exchange._members[member.participant.kernel] = member
+    silent.update(lambda p: replace(p, gpus=(A,), needs=(70,), residence=Residence.PRESENT, on=(A,), resident=(70,)))
+    ago = time.monotonic_ns() - int(30e9)
+    os.utime(exchange.directory / silent.participant.kernel, ns=(ago, ago))
+    member.update(lambda p: replace(p, gpus=(A,), needs=(80,)).touched(time.monotonic(), {}))
+    for used, known in ((70, 70), (60, 60), (90, 70), (0, 0)):
+        (exchange.directory.parent / "memory" / f"{os.getpid()}-1").write_text(f"{A} {used}")
+        exchange._decide()
+        assert exchange.silent_bytes(A) == known
+        assert exchange.silent_bytes(B) == 0
+    member.update(lambda p: p.cell_ended(time.monotonic()))
+    exchange._decide()
+    assert exchange.silent_bytes(A) == 0, "nobody waits for it"
+
+
 def test_a_server_without_sharing_leaves_memory_to_kernels_that_are_about_to_come(exchange, waiting):
     assert records.claimed(exchange.directory, A) == 0
     assert exchange.claim(waiting) is not None

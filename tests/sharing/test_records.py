@@ -74,7 +74,10 @@ def test_a_server_that_is_silent_has_no_record_until_it_beats_again(shared, monk
     record.write(participant)
     _beat(shared / record.name, ago=records.SILENT_S)
     assert records.read(shared) == []
+    (silent,) = records.read_all(shared)[1]
+    assert (silent.kernel, silent.needs) == (record.name, (GIB,)), "its last one, to be shown"
     record.write(participant)
+    assert records.read_all(shared)[1] == []
     assert len(records.read(shared)) == 1
     # A step of the wall clock is nobody's silence.
     monkeypatch.setattr(time, "time", lambda: 0.0)
@@ -183,6 +186,18 @@ def test_nothing_but_a_small_file_is_read(shared, tmp_path):
         _beat(shared / _name(number))
     _put(shared, 5, json.dumps({**GOOD, "idle_since": 1.0}).encode())
     assert [found.kernel for found in records.read(shared)] == [_name(5)]
+
+
+def test_records_of_servers_that_have_ended_keep_no_other_one_from_being_read(shared, monkeypatch):
+    monkeypatch.setattr(records, "PER_USER", 3)
+    monkeypatch.setattr(records, "_GARBAGE_S", 1e9)
+    record = OwnRecord(shared)
+    record.write(_participant())
+    for number in range(9):
+        _beat(_put(shared, number, (shared / record.name).read_bytes()), ago=30)
+    living, silent = records.read_all(shared)
+    assert [each.kernel for each in living] == [record.name]
+    assert len(silent) == 3
 
 
 def test_a_user_has_a_bounded_number_of_records(shared):

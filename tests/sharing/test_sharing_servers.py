@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,8 @@ A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-
 MOVING = (Residence.ARRIVING, Residence.LEAVING)
 #: Seconds: those of `SILENT_S`, and of a server that looks, claims and moves.
 LONGEST_VOID = 5.0
+#: What a cell says that waits for memory of a server that was stopped.
+WAITS = r"cell {}: waiting for GPU 0: .* [67]0 B of it are of a server that does not answer"
 SERVER = Path(__file__).with_name("sharing_server.py")
 
 
@@ -85,6 +88,10 @@ class World:
         self.servers.append(Server(user, {"seed": 0, "cells": 3, "seconds": 0.3, **facts, **plan}))
         return self.servers[-1]
 
+    def has_memory(self, server: Server) -> bool:
+        """Return whether a kernel of a server is on a GPU."""
+        return any(path.name.startswith(f"{server.process.pid}-") for path in self.memory.iterdir())
+
     def close(self) -> None:
         self._over.set()
         self._watcher.join()
@@ -137,6 +144,16 @@ class Server:
             time.sleep(1)
             raise AssertionError(self.said())
         assert sorted(self.ended) == sorted(self.wanted)
+
+    def is_answered(self) -> None:
+        """Assert that each of its cells ends, or says that a server which does not answer has the GPU."""
+
+        def answered() -> bool:
+            text = self.log.read_text()
+            waiting = {kernel for kernel, cell in self.wanted - set(self.ended)}
+            return all(re.search(WAITS.format(kernel), text) for kernel in waiting)
+
+        until(answered, "each of its cells says what it waits for")
 
     def said(self) -> str:
         return f"{sorted(self.wanted - set(self.ended))} did not end: {self.log.read_text()[-3000:]}"
@@ -192,9 +209,13 @@ def test_a_server_that_is_killed_or_stopped_in_a_hand_over_holds_nobody_up(world
         first.process.wait()  # its memory is free only then
         second.finishes()
     else:
-        had = occupied(world.memory)
-        time.sleep(chance.uniform(3, 5))
-        if not any(path.name.startswith(f"{first.process.pid}-") for path in world.memory.iterdir()) and had:
+        os.waitid(os.P_PID, first.process.pid, os.WSTOPPED | os.WNOWAIT)
+        began = time.monotonic()
+        if world.has_memory(first):
+            # It stays: what another cell waits for is said in it, and the rest goes on once the server does.
+            second.is_answered()
+            how += f" with memory, said after {time.monotonic() - began:.2f} s"
+        else:
             second.finishes()  # it has no memory on the GPU, so nobody has to wait for it
         first.process.send_signal(signal.SIGCONT)
         first.finishes()

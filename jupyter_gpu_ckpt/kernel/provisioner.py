@@ -32,7 +32,7 @@ from ..image.encryption import Vault
 from ..image.quota import Quota
 from ..image.save_point import SavePoint, find
 from ..image.store import Image, Store
-from ..lifecycle import endings, going_back
+from ..lifecycle import endings, going_back, suspend
 from ..lifecycle.context import FilesChoice
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
@@ -340,6 +340,19 @@ class GpuCkptProvisioner(LocalProvisioner):
             raise StateError("What a branch has otherwise is known of an image only; the kernel is awake.", hint=hint)
         image = await self.branch_image(name)
         return await asyncio.to_thread(branching.plan, lifecycle.engine.store, image)
+
+    async def summary(self) -> dict[str, Any]:
+        """Return the agent's summary of the variables now, as a save point has it.
+
+        Raises `StateError` for a kernel that does not run, or has no agent, `AgentError`, `KernelBusy` while it runs a
+        cell.
+        """
+        lifecycle = self._checkpointable()
+        if lifecycle.state is not State.RUNNING or not lifecycle.home.has_agent:
+            message = f"The kernel is {lifecycle.state.value}, or has no agent: its variables are not known."
+            raise StateError(message, hint="Run a cell to wake it, or compare two save points.")
+        reply = await asyncio.to_thread(suspend.request_agent, lifecycle.kernel, "summary", {})
+        return dict(reply.get("report") or {})
 
     async def save_automatically(self, why: str) -> Image:
         """Make an automatic save point, for a reason of `automatic_saves`.  After failure the kernel is as it was."""

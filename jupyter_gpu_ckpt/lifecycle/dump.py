@@ -467,7 +467,7 @@ def _save_point(attempt: Attempt) -> dict[str, Any] | None:
     if attempt.save_point is None:
         return None
     summary = attempt.kernel.saved.report.get("summary")
-    known = {name: summary[name] for name in ("cell", "variables") if name in summary} if summary else {}
+    known = {name: summary[name] for name in ("cell", "variables", "left_out") if name in summary} if summary else {}
     return {**attempt.save_point.as_dict(), **known}
 
 

@@ -93,7 +93,7 @@ class Nobody:
         while _uids(pid) != (UID,) * 4:
             if over.wait(0.002):
                 return
-        while not over.wait(0.01):
+        while not over.wait(0.05):
             self.seen |= {uids for process in (pid, *descendants(pid)) if (uids := _uids(process))}
 
 

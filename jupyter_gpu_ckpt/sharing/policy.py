@@ -170,7 +170,7 @@ class Decisions:
 #: Seconds that a move which was to have ended by now may still take.
 _SOON_S = 0.05
 #: Seconds that a kernel rather waits for a GPU of its own than share one with another that computes: some swaps.
-_ALONE_S = 5.0
+ALONE_S = 5.0
 
 
 def others(gpu: str, total: int, free: int, participants: Iterable[Participant], now: float) -> int:
@@ -451,7 +451,7 @@ class _Round:
         found = None
         if each.residence is not Residence.PRESENT:
             alone = self._earliest(queued, [gpu for gpu in allowed if not crowd[gpu]], crowd, stays)
-            found = alone if alone is not None and alone.start <= self.now + _ALONE_S else None
+            found = alone if alone is not None and alone.start <= self.now + ALONE_S else None
         found = found or self._earliest(queued, allowed, crowd, stays)
         if found is None:
             return _Planned(queued, (), math.inf, 0.0)

@@ -14,6 +14,8 @@ import jupyter_gpu_ckpt.cuda
 
 HERE = Path(__file__).parent
 NATIVE = Path(jupyter_gpu_ckpt.cuda.__file__).parent / "native"
+#: Where the library of `build` reads how much memory there is, instead of the machine's own files: in its directory.
+MEMORY_FILES = "memory-files"
 FLAGS = ("-g", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}")
 #: A stream copies what a sanitizer would take for an access of the program.
 DOUBLE = ("-std=gnu11", "-O2", "-fvisibility=hidden", "-fno-tree-loop-distribute-patterns", "-shared")
@@ -66,7 +68,8 @@ def build(directory: Path, doubles: Path, *sanitize: str, define: str = "") -> P
     if "undefined" in sanitize:
         flags.append("-fno-sanitize-recover=undefined")
     sources = sorted(str(source) for source in NATIVE.glob("*.c"))
-    shared = ["-std=c11", "-fvisibility=hidden", "-shared", *([f"-D{define}"] if define else [])]
+    files = f'-DMEMORY_FILES="{directory / MEMORY_FILES}"'
+    shared = ["-std=c11", "-fvisibility=hidden", "-shared", files, *([f"-D{define}"] if define else [])]
     cc(*shared, *flags, "-o", directory / "_fastpath.so", *sources, "-lpthread", "-ldl")
     runtime = [f"-L{doubles}", "-l:libcudart.so.13"]
     cc("-std=gnu11", *flags, "-shared", "-o", directory / "libsubject.so", "subject.c", *runtime, "-lpthread", "-ldl")

@@ -181,6 +181,13 @@ class GpuCkptProvisioner(LocalProvisioner):
         "bear LD_PRELOAD. `off`: the CUDA driver moves it, which is slower, and the threads of a suspended kernel "
         "stand still; a kernel that shares device memory with other processes (CUDA IPC) needs that.",
     ).tag(config=True)
+    host_copy_bytes = Int(
+        0,
+        min=0,
+        help="With `fast_path`: up to so many bytes of host memory keep a copy of a kernel's device memory after it "
+        "has come back to the GPU, so that its next suspend only copies what has changed. A larger kernel has none, "
+        "and it is given up when host memory becomes short. 0: none.",
+    ).tag(config=True)
     keep_chunks = Bool(
         True,
         help="With `fast_path`: keep the device memory of a kernel's last image on the disk while the kernel runs, so "
@@ -578,6 +585,7 @@ class GpuCkptProvisioner(LocalProvisioner):
                 archive_url=self.archive_url,
                 warm=self.warm_suspend,
                 sharing=self.gpu_sharing,
+                host_copy_bytes=self.host_copy_bytes,
                 keep_chunks=self.keep_chunks,
                 write_ahead=self.write_ahead,
                 kept_file_bytes=self.save_point_file_bytes,

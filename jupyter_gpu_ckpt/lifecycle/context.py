@@ -297,7 +297,8 @@ class KernelState:
     def fast_path(self, capsule: Capsule | None = None, pid: int | None = None) -> FastPath:
         """Return the fast path of the kernel in ``capsule``, by default its own; or of process ``pid`` there."""
         capsule = capsule or self.require_capsule()
-        return FastPath(capsule, self.engine.cuda, pid if pid != capsule.host_pid else None)
+        child = pid if pid != capsule.host_pid else None
+        return FastPath(capsule, self.engine.cuda, child, keep_bytes=self.settings.host_copy_bytes)
 
     def deadline(self, bytes: int) -> float:
         """Return the seconds that CRIU or the CUDA driver may take for so many bytes."""

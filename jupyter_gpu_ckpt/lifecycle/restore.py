@@ -291,7 +291,9 @@ def _device_memory_read(attempt: Attempt, capsule: Capsule, files: Readable) -> 
         yield
         return
     needed = int(manifest.fingerprint.get("memory", 0))
-    target = None if files.encrypted else host_memory.choose_directory(kernel, capsule, manifest.swapped_bytes, needed)
+    target = None
+    if not files.encrypted:
+        target = host_memory.choose_directory(kernel, capsule, manifest.swapped_bytes, all=needed)
     extents = kernel.fast_path(capsule).create_extents(target)
     try:
         attempt.device_read = reading = device_memory.begin_read(

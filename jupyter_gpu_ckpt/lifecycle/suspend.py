@@ -47,6 +47,7 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
         device_bytes=device_bytes,
         has_agent=kernel.home.has_agent,
         swapped_out=kernel.fast_path().host_memory_bytes(),
+        kept=kernel.fast_path().kept_bytes(),
         spillable=functools.partial(_spillable, kernel),
         disk_free=_space_for_image(kernel) if writes else None,
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),

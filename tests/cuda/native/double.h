@@ -33,10 +33,11 @@ void host_to_device(CUdeviceptr device, const char *host, size_t bytes);
 void set_device(CUdeviceptr device, int value, size_t bytes);
 bool device_is_zero(CUdeviceptr device, size_t bytes);
 
-/* Work of a kernel (`modules_double.c`): of the one that the library loads. */
+/* Work of a kernel (`modules_double.c`): of those that the library loads. */
 struct launch {
     CUfunction kernel;
-    CUdeviceptr parts, found;
+    CUdeviceptr read, found;
+    unsigned long long key[2];
     unsigned blocks, number;
 };
 void run_kernel(const struct launch *launch, CUcontext context);

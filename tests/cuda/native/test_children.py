@@ -240,7 +240,7 @@ def test_the_next_owner_brings_a_child_back_whose_owner_ended_in_the_middle(fami
     monkeypatch.setattr(fastpath._Library, "exchange", ends)
     cuda_processes.lock(kernel)
     with pytest.raises(Ended):
-        cuda_processes.swap_out(kernel, pids, timeout_s=30, choose_directory=lambda _: None)
+        cuda_processes.swap_out(kernel, pids, timeout_s=30, choose_directory=lambda _, __: None)
     monkeypatch.undo()
     attach_again(family)
     if family.lifecycle.state is State.SUSPENDED:

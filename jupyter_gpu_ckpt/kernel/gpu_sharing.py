@@ -238,7 +238,7 @@ class GpuSharing:
                 self._measure()  # which shows others what it needs
             if self._may_have_more and kernel.engine.gpus.free(self.participant.on[0]) < wanted:
                 self._say_wanted(wanted, now)
-            elif self._may_have_more or now - self._wanted_since > _SURE_S:
+            elif self._may_have_more or now - self._wanted_since > _SURE_S or self._exceeds_its_gpu(wanted):
                 self._answered_at = now
                 kernel.fast_path().open_launch_gate()
         finally:
@@ -280,6 +280,12 @@ class GpuSharing:
         known = [mine if each.kernel == mine.kernel else each for each in self._exchange.participants]
         outside = policy.others(gpu.uuid, gpu.total, gpu.free, known, now)
         return sum(mine.resident) + wanted <= gpu.total - outside
+
+    def _exceeds_its_gpu(self, wanted: int) -> bool:
+        """Return whether the kernel's GPU would not have as much memory more without all other programs."""
+        mine = self.participant
+        totals = {gpu.uuid: gpu.total for gpu in self._lifecycle.kernel.engine.gpus.list()}
+        return len(mine.on) == 1 and mine.resident[0] + wanted > totals.get(mine.on[0], math.inf)
 
     def _more(self, needs: tuple[int, ...]) -> tuple[int, ...]:
         """Return the needs with what an allocation wants that waits for it."""

@@ -260,6 +260,16 @@ async def test_four_kernels_run_all_cells_once_and_lose_nothing(host):
         assert said == ["1 True", "1 True", "3 True", "3 True"]
 
 
+async def test_an_allocation_beyond_the_whole_gpu_fails_at_once(host, tmp_path, monkeypatch):
+    """A kernel that is alone, and runs out of memory, waits for nobody."""
+    monkeypatch.setattr("jupyter_gpu_ckpt.kernel.gpu_sharing._SURE_S", 1e9)
+    async with host.notebook("one", gpu_sharing="room") as one:
+        await host.allocate(one, 8, 1, A)
+        await one.run(GROW)
+        assert await one.run(f"print(grow(100, {str(tmp_path / 'never')!r}))") == NO_MEMORY
+        assert await one.run("print(intact())") == "True"
+
+
 async def test_in_room_a_kernel_that_computes_keeps_its_gpu_and_a_wake_waits_for_the_end_of_its_cell(host):
     async with two(host, gpu_sharing="room") as (one, other):
         await one.provisioner.suspend()

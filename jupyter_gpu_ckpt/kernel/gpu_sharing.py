@@ -403,7 +403,8 @@ class GpuSharing:
         """Wait until the kernel may have ``needs`` (bytes by GPU UUID); return the GPU to use for each of these.
 
         ``elsewhere``: whether others of the same model will do.  ``more``: and for what an allocation wants.  Raises
-        `GpuFull` for what never fits, `GpuWaitCancelled` if the place was given back, and as `Cancellation.check`.
+        `GpuFull` for what never fits, and without turns also for what does not fit beside programs that do not share;
+        `GpuWaitCancelled` if the place was given back, and as `Cancellation.check`.
         """
         self._cancelled.clear()
         home, began, self._present = tuple(needs), time.monotonic(), present
@@ -425,7 +426,10 @@ class GpuSharing:
                     raise _never_fits(decision)
                 if isinstance(decision, GrantTurn) and (grant := self._exchange.claim(self._member)) is not None:
                     break
-                self._say(decision if isinstance(decision, WaitFor) else None, present, time.monotonic() - began)
+                waited = time.monotonic() - began
+                self._say(decision if isinstance(decision, WaitFor) else None, present, waited)
+                if not self._turns and waited > self._lifecycle.kernel.settings.reservation:
+                    self._check_available(decision)
                 self._exchange.wait(0.2)
         except BaseException:
             self._member.update(lambda p: p.cell_ended(time.monotonic()))
@@ -485,6 +489,18 @@ class GpuSharing:
             return
         self._said = (text, waited)
         self._print(f"waiting for {_named(gpu, present)}: {text}{about}")
+
+    def _check_available(self, decision: Any) -> None:
+        """Raise `GpuFull` if the memory is that of programs which do not share, of which nobody knows when they end."""
+        if not isinstance(decision, WaitFor) or decision.seconds is not None:
+            return
+        mine, needed = self.participant, max(self.participant.needs)
+        found = [self._exchange.available(gpu) for gpu in mine.gpus]
+        known = [bytes for bytes in found if bytes is not None]
+        if len(known) == len(found) and max(known) < needed:
+            message = f"The kernel needs {size(needed, 2)} on a GPU; the kernels that share it have "
+            message += f"{size(max(known), 2)} of it together, other programs the rest{self._silent_text(decision)}."
+            raise GpuFull(message, left="nothing was changed", needed=needed, free=max(known))
 
     def _silent_text(self, decision: WaitFor) -> str:
         """Return how much of the GPUs is of servers that do not answer, where nobody knows when it will be free."""

@@ -179,6 +179,10 @@ class Exchange:
         found: list[GrantTurn | WaitFor | NeverFits] = [*decisions.grants, *decisions.refusals, *decisions.waits]
         return next((each for each in found if each.kernel == name), None)
 
+    def available(self, uuid: str) -> int | None:
+        """Return the bytes of a GPU that kernels which share can have together, None if it is not known."""
+        return next((gpu.total - gpu.others for gpu in self._shared_gpus if gpu.uuid == uuid), None)
+
     def silent_bytes(self, uuid: str) -> int:
         """Return how much of a GPU kernels may have whose servers do not answer: no more than other programs have."""
         known = (pair for each in self._silent for pair in zip(each.on, each.resident, strict=True))

@@ -54,7 +54,7 @@ class World:
         self.memory.chmod(0o1777)
         self.servers: list[Server] = []
         self.most = dict.fromkeys(gpus, 0)
-        #: Seconds of the longest time in which a GPU was nobody's although a kernel of a living server waited for it; and
+        #: Seconds of the longest time in which a GPU was nobody's although a living server's kernel waited for it, and
         #: without those in which this process, like the servers, had no processor.
         self.longest_void = self.longest_served = 0.0
         self._over = threading.Event()

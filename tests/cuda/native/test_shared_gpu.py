@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 import time
 
@@ -12,6 +13,7 @@ from harness import until
 from sharing_kernels import MIB, SharedHost, sharing
 from waiting import until as blocking_until
 
+from jupyter_gpu_ckpt.errors import GpuFull
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server import models
 from jupyter_gpu_ckpt.sharing.participant import Residence
@@ -267,6 +269,20 @@ async def test_an_allocation_beyond_the_whole_gpu_fails_at_once(host, tmp_path, 
         await host.allocate(one, 8, 1, A)
         await one.run(GROW)
         assert await one.run(f"print(grow(100, {str(tmp_path / 'never')!r}))") == NO_MEMORY
+        assert await one.run("print(intact())") == "True"
+
+
+async def test_in_room_memory_of_programs_that_do_not_share_is_not_waited_for_without_end(host):
+    async with host.notebook("one", gpu_sharing="room") as one:
+        await host.allocate(one, 60, 1, A)
+        await one.provisioner.suspend()
+        other = host.driver.start({A: 60 * MIB})
+        state = one.lifecycle.kernel
+        state.settings = dataclasses.replace(state.settings, reservation=1.0)
+        with pytest.raises(GpuFull, match=r"needs 68\.00 MiB on a GPU; .* have 40\.00 MiB of it together"):
+            await one.provisioner.resume()
+        assert one.state == "suspended"
+        host.driver.remove(other)
         assert await one.run("print(intact())") == "True"
 
 

@@ -203,15 +203,17 @@ class Exchange:
         return any(each.kernel == member.participant.kernel for each in self._decisions.suspends)
 
     def claim(self, member: Member) -> GrantTurn | None:
-        """Begin the turn that was decided for a member, if it still is by all facts under the locks of its GPUs.
+        """Begin the turn that was decided for a member, if it still is by all facts, under the locks of its GPUs.
 
         A grant of which another server knows nothing is none: the server that has the locks reads all records again.
         Raises `OSError` and `HostError` where the directory cannot be used.
         """
         if not isinstance(grant := self.decision(member), GrantTurn):
             return None
+        # A kernel that stays where it is and needs no more gets no memory: its cells lock nothing.
+        gets_memory = grant.move or member.participant.needs != member.participant.resident
         with ExitStack() as locks:
-            if not self._locks(locks, grant.gpus):
+            if gets_memory and not self._locks(locks, grant.gpus):
                 return None
             snapshot = self._snapshot()
             grants = policy.decide(snapshot).grants
@@ -219,6 +221,8 @@ class Exchange:
             if again is None or again.move is not grant.move or not set(again.gpus) <= set(grant.gpus):
                 return None
             before = member.participant
+            if not gets_memory and before.needs != before.resident:
+                return None
             if again.move and not self._has_memory(before, again, snapshot):
                 return None
             counts = False

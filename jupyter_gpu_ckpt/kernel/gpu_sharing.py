@@ -238,7 +238,7 @@ class GpuSharing:
                 self._measure()  # which shows others what it needs
             if self._may_have_more and kernel.engine.gpus.free(self.participant.on[0]) < wanted:
                 self._say_wanted(wanted, now)
-            elif self._may_have_more or now - self._wanted_since > _SURE_S:
+            elif self._may_have_more or now - self._wanted_since > _SURE_S or self._exceeds_its_gpu(wanted):
                 self._answered_at = now
                 kernel.fast_path().open_launch_gate()
         finally:
@@ -280,6 +280,12 @@ class GpuSharing:
         known = [mine if each.kernel == mine.kernel else each for each in self._exchange.participants]
         outside = policy.others(gpu.uuid, gpu.total, gpu.free, known, now)
         return sum(mine.resident) + wanted <= gpu.total - outside
+
+    def _exceeds_its_gpu(self, wanted: int) -> bool:
+        """Return whether the kernel's GPU would not have as much memory more without all other programs."""
+        mine = self.participant
+        totals = {gpu.uuid: gpu.total for gpu in self._lifecycle.kernel.engine.gpus.list()}
+        return len(mine.on) == 1 and mine.resident[0] + wanted > totals.get(mine.on[0], math.inf)
 
     def _more(self, needs: tuple[int, ...]) -> tuple[int, ...]:
         """Return the needs with what an allocation wants that waits for it."""
@@ -397,7 +403,8 @@ class GpuSharing:
         """Wait until the kernel may have ``needs`` (bytes by GPU UUID); return the GPU to use for each of these.
 
         ``elsewhere``: whether others of the same model will do.  ``more``: and for what an allocation wants.  Raises
-        `GpuFull` for what never fits, `GpuWaitCancelled` if the place was given back, and as `Cancellation.check`.
+        `GpuFull` for what never fits, and without turns also for what does not fit beside programs that do not share;
+        `GpuWaitCancelled` if the place was given back, and as `Cancellation.check`.
         """
         self._cancelled.clear()
         home, began, self._present = tuple(needs), time.monotonic(), present
@@ -419,7 +426,10 @@ class GpuSharing:
                     raise _never_fits(decision)
                 if isinstance(decision, GrantTurn) and (grant := self._exchange.claim(self._member)) is not None:
                     break
-                self._say(decision if isinstance(decision, WaitFor) else None, present, time.monotonic() - began)
+                waited = time.monotonic() - began
+                self._say(decision if isinstance(decision, WaitFor) else None, present, waited)
+                if not self._turns and waited > self._lifecycle.kernel.settings.reservation:
+                    self._check_available(decision)
                 self._exchange.wait(0.2)
         except BaseException:
             self._member.update(lambda p: p.cell_ended(time.monotonic()))
@@ -479,6 +489,18 @@ class GpuSharing:
             return
         self._said = (text, waited)
         self._print(f"waiting for {_named(gpu, present)}: {text}{about}")
+
+    def _check_available(self, decision: Any) -> None:
+        """Raise `GpuFull` if the memory is that of programs which do not share, of which nobody knows when they end."""
+        if not isinstance(decision, WaitFor) or decision.seconds is not None:
+            return
+        mine, needed = self.participant, max(self.participant.needs)
+        found = [self._exchange.available(gpu) for gpu in mine.gpus]
+        known = [bytes for bytes in found if bytes is not None]
+        if len(known) == len(found) and max(known) < needed:
+            message = f"The kernel needs {size(needed, 2)} on a GPU; the kernels that share it have "
+            message += f"{size(max(known), 2)} of it together, other programs the rest{self._silent_text(decision)}."
+            raise GpuFull(message, left="nothing was changed", needed=needed, free=max(known))
 
     def _silent_text(self, decision: WaitFor) -> str:
         """Return how much of the GPUs is of servers that do not answer, where nobody knows when it will be free."""

@@ -179,6 +179,10 @@ class Exchange:
         found: list[GrantTurn | WaitFor | NeverFits] = [*decisions.grants, *decisions.refusals, *decisions.waits]
         return next((each for each in found if each.kernel == name), None)
 
+    def available(self, uuid: str) -> int | None:
+        """Return the bytes of a GPU that kernels which share can have together, None if it is not known."""
+        return next((gpu.total - gpu.others for gpu in self._shared_gpus if gpu.uuid == uuid), None)
+
     def silent_bytes(self, uuid: str) -> int:
         """Return how much of a GPU kernels may have whose servers do not answer: no more than other programs have."""
         known = (pair for each in self._silent for pair in zip(each.on, each.resident, strict=True))
@@ -199,15 +203,17 @@ class Exchange:
         return any(each.kernel == member.participant.kernel for each in self._decisions.suspends)
 
     def claim(self, member: Member) -> GrantTurn | None:
-        """Begin the turn that was decided for a member, if it still is by all facts under the locks of its GPUs.
+        """Begin the turn that was decided for a member, if it still is by all facts, under the locks of its GPUs.
 
         A grant of which another server knows nothing is none: the server that has the locks reads all records again.
         Raises `OSError` and `HostError` where the directory cannot be used.
         """
         if not isinstance(grant := self.decision(member), GrantTurn):
             return None
+        # A kernel that stays where it is and needs no more gets no memory: its cells lock nothing.
+        gets_memory = grant.move or member.participant.needs != member.participant.resident
         with ExitStack() as locks:
-            if not self._locks(locks, grant.gpus):
+            if gets_memory and not self._locks(locks, grant.gpus):
                 return None
             snapshot = self._snapshot()
             grants = policy.decide(snapshot).grants
@@ -215,6 +221,8 @@ class Exchange:
             if again is None or again.move is not grant.move or not set(again.gpus) <= set(grant.gpus):
                 return None
             before = member.participant
+            if not gets_memory and before.needs != before.resident:
+                return None
             if again.move and not self._has_memory(before, again, snapshot):
                 return None
             counts = False

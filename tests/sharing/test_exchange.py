@@ -120,6 +120,17 @@ def test_a_claim_waits_for_no_server_that_is_stopped_with_its_lock(exchange, wai
     assert waiting.participant.residence is Residence.ARRIVING
 
 
+@pytest.mark.parametrize("more", [0, 10])
+def test_a_turn_of_a_kernel_that_stays_where_it_is_locks_nothing_but_for_more_memory(exchange, waiting, more):
+    here = {"residence": Residence.PRESENT, "on": (A,), "resident": (80,), "was_on": (A,), "needs": (80 + more,)}
+    waiting.update(lambda p: replace(p, **here))
+    exchange._decide()
+    with gpu_locks.locked(exchange.directory, [A], 1, kind="claim"):
+        assert (exchange.claim(waiting) is not None) is (more == 0)
+    assert more == 0 or exchange.claim(waiting) is not None
+    assert waiting.participant.turn is not None
+
+
 def test_a_claim_is_none_while_a_server_without_sharing_restores_a_kernel_to_the_gpu(exchange, waiting):
     with gpu_locks.locked(exchange.directory, [A], 1):
         before = waiting.participant

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from harness import until
 from sharing_kernels import MIB, SharedHost, sharing
 from waiting import until as blocking_until
 
+from jupyter_gpu_ckpt.errors import GpuFull
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server import models
 from jupyter_gpu_ckpt.sharing.participant import Residence
@@ -258,6 +260,30 @@ async def test_four_kernels_run_all_cells_once_and_lose_nothing(host):
         plans = [(1, 2.0), (1, 2.0), (3, 0.1), (3, 0.1)]
         said = await asyncio.gather(*(run(kernel, *plan) for kernel, plan in zip(kernels, plans, strict=True)))
         assert said == ["1 True", "1 True", "3 True", "3 True"]
+
+
+async def test_an_allocation_beyond_the_whole_gpu_fails_at_once(host, tmp_path, monkeypatch):
+    """A kernel that is alone, and runs out of memory, waits for nobody."""
+    monkeypatch.setattr("jupyter_gpu_ckpt.kernel.gpu_sharing._SURE_S", 1e9)
+    async with host.notebook("one", gpu_sharing="room") as one:
+        await host.allocate(one, 8, 1, A)
+        await one.run(GROW)
+        assert await one.run(f"print(grow(100, {str(tmp_path / 'never')!r}))") == NO_MEMORY
+        assert await one.run("print(intact())") == "True"
+
+
+async def test_in_room_memory_of_programs_that_do_not_share_is_not_waited_for_without_end(host):
+    async with host.notebook("one", gpu_sharing="room") as one:
+        await host.allocate(one, 60, 1, A)
+        await one.provisioner.suspend()
+        other = host.driver.start({A: 60 * MIB})
+        state = one.lifecycle.kernel
+        state.settings = dataclasses.replace(state.settings, reservation=1.0)
+        with pytest.raises(GpuFull, match=r"needs 68\.00 MiB on a GPU; .* have 40\.00 MiB of it together"):
+            await one.provisioner.resume()
+        assert one.state == "suspended"
+        host.driver.remove(other)
+        assert await one.run("print(intact())") == "True"
 
 
 async def test_in_room_a_kernel_that_computes_keeps_its_gpu_and_a_wake_waits_for_the_end_of_its_cell(host):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import select
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from filelock import FileLock, Timeout
 
+from jupyter_gpu_ckpt.capsule.protocol import NEXT_SOCKET, SOCKET
 from jupyter_gpu_ckpt.errors import (
     BadRequest,
     FilesDiffer,
@@ -21,6 +27,7 @@ from jupyter_gpu_ckpt.errors import (
 from jupyter_gpu_ckpt.image import layout, save_point, shared_chunks
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.lifecycle import going_back
+from jupyter_gpu_ckpt.lifecycle.capsule_ahead import CapsuleAhead
 
 #: A file that is open under a name that was deleted, while it has another: CRIU makes a link of it.
 LINKED = """
@@ -82,6 +89,41 @@ async def test_a_check_for_going_back_changes_nothing_of_a_dump_under_way_nor_of
     await kernel.provisioner.back("one")
     assert await kernel.run("print(linked.read())") == "content"
     assert turns == [True, True], "a branch could be restored at the same time, by the same names"
+
+
+async def test_the_capsule_to_go_back_in_is_made_beside_the_kernel_and_never_in_its_place(kernel, runtime_base):
+    """A server that finds the directory before the process has ended finds the kernel, which waits in it."""
+    await kernel.run("x = 1")
+    point = await kernel.provisioner.save("one")
+    lifecycle, directory = kernel.lifecycle, kernel.lifecycle.home.runtime_dir
+    pid, own, seen = lifecycle.capsule.host_pid, (directory / SOCKET).stat().st_ino, []
+
+    def inspect(event) -> None:
+        if (event.kind, event.step) == ("completed", "publish"):
+            with contextlib.suppress(FileNotFoundError):  # it may take longer than all that is written
+                seen.append((directory / NEXT_SOCKET).stat().st_ino)
+            assert (directory / SOCKET).stat().st_ino == own
+            assert Path(f"/proc/{pid}").exists()
+            assert lifecycle.kernel.ahead is not None
+
+    kernel.provisioner.faults.append(inspect)
+    await kernel.provisioner.back("one")
+    assert await kernel.run("print(x)") == "1"
+    kernel.provisioner.faults.remove(inspect)
+    assert lifecycle.kernel.ahead is None
+    assert [path.name for path in directory.glob("*capsule.sock")] == [SOCKET]
+    assert (directory / SOCKET).stat().st_ino in (seen or [(directory / SOCKET).stat().st_ino])
+
+    ahead = CapsuleAhead(point, functools.partial(lifecycle.home.create_capsule, point, beside=True))
+    assert ahead.claim(lifecycle.engine.store.images()[-1]) is None, "its clocks are those of another state"
+    gone = CapsuleAhead(point, functools.partial(lifecycle.home.create_capsule, point, beside=True))
+    gone._task.wait()
+    os.kill(gone._capsule._init_pid, signal.SIGKILL)
+    select.select([gone._capsule._init_fd], [], [])
+    assert gone.claim(point) is None
+    assert [path.name for path in directory.glob("*capsule.sock")] == [SOCKET]
+    assert await kernel.run("print(x)") == "1"
+    await kernel.provisioner.checkpoint()
 
 
 TICKING = """
@@ -301,6 +343,8 @@ async def test_a_kernel_that_cannot_go_back_is_in_its_present_state_with_its_fil
     with pytest.raises(GpuCkptError, match="injected") as caught:
         await kernel.provisioner.back("one", "then")
     assert (kernel.state, caught.value.left) == ("running", "the kernel runs on")
+    assert kernel.lifecycle.kernel.ahead is None
+    assert [path.name for path in kernel.lifecycle.home.runtime_dir.glob("*capsule.sock")] == [SOCKET]
     assert await kernel.run("print(x)") == "2"
     assert (tmp_path / "log").read_text() == "begun continued"
     assert [image.retired for image in kernel.lifecycle.engine.store.images()] == [True, True]

@@ -8,6 +8,8 @@ import os
 import select
 import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -283,6 +285,58 @@ async def test_a_store_to_a_mapped_page_that_was_dirty_at_a_save_is_a_change_of_
     assert facts is not None
     await kernel.provisioner.back(facts.name, "then")
     assert await kernel.run("print(mapped[:5])") == "b'other'"
+
+
+#: A database whose data and lock file are mapped and written to, and a file that is written past the page cache.
+STORES = """
+import fcntl, lmdb, mmap, os
+store = lmdb.open("store", map_size=1 << 22)
+def put(value):
+    with store.begin(write=True) as transaction: transaction.put(b"key", value)
+def get():
+    with store.begin() as transaction: return transaction.get(b"key")
+direct = os.open("direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+page = mmap.mmap(-1, 4096)
+def write(number):
+    page[:] = b"%d" % number * 4096
+    assert os.pwritev(direct, [page], 4096 * number) == 4096
+def state():
+    flags = fcntl.fcntl(direct, fcntl.F_GETFL)
+    return get(), os.fstat(direct).st_size // 4096, bool(flags & os.O_DIRECT)
+put(b"one"); write(0)
+"""
+#: Another program that opens the database.
+READS = "import lmdb; e = lmdb.open('store'); t = e.begin(); print(t.get(b'key'), e.stat()['entries'])"
+
+
+async def test_a_database_of_lmdb_and_a_file_past_the_page_cache_are_as_then_and_go_on(kernel, tmp_path):
+    def read() -> str:
+        done = subprocess.run([sys.executable, "-c", READS], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    await kernel.run(STORES)
+    await kernel.provisioner.save("one")
+    await kernel.run("put(b'two'); write(1)")
+    assert read() == "b'two' 1"
+    with pytest.raises(FilesDiffer) as caught:
+        await kernel.provisioner.back("one")
+    assert {"data.mdb", "direct"} <= {Path(each["path"]).name for each in caught.value.details["files"]}
+    assert await kernel.run("print(state())") == "(b'two', 2, True)", "it is not disturbed"
+
+    before = await kernel.provisioner.back("one", "then")
+    assert await kernel.run("print(state())") == "(b'one', 1, True)"
+    assert read() == "b'one' 1"
+    await kernel.run("put(b'three'); write(1); write(2)")
+    assert await kernel.run("print(state())") == "(b'three', 3, True)"
+    assert read() == "b'three' 1"
+    assert (tmp_path / "direct").read_bytes() == b"0" * 4096 + b"1" * 4096 + b"2" * 4096
+    facts = save_point.of_image(before)
+    assert facts is not None
+    await kernel.provisioner.back(facts.name, "then")
+    assert await kernel.run("print(state())") == "(b'two', 2, True)"
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("put(b'four'); print(state())") == "(b'four', 2, True)"
+    assert read() == "b'four' 1"
 
 
 LISTENS = """

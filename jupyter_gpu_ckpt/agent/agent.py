@@ -176,7 +176,9 @@ class Agent:
             probes.probe(errors, "flush", self._flush, None)
             if content.get("trim", True):
                 probes.probe(errors, "release", self.magics.release, 0)
-                probes.probe(errors, "gc", gc.collect, None)
+                # For a save point the kernel waits only for what may have become garbage lately, or has device memory.
+                youngest = 1 if content.get("summary") and not gpu_memory.loaded() else 2
+                probes.probe(errors, "gc", lambda: gc.collect(youngest), None)
                 # This fails after an error of CUDA; the driver may be able to suspend the process all the same.
                 trimmed = probes.probe(errors, "trim", gpu_memory.trim, 0)
             if content.get("files", True):

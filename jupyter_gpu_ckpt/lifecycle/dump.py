@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 import os
 import random
@@ -34,6 +35,7 @@ from ..node.fingerprint import fingerprint
 from ..process import connections, descriptors, shared_memory
 from ..process.sockets import let_ports_be_rebound
 from . import cuda_processes, host_memory, preflight
+from .capsule_ahead import CapsuleAhead
 from .context import Attempt, KernelState, PartlyDone, Reason
 from .suspend import driver_checkpoint, why_not, without_sockets
 
@@ -400,6 +402,10 @@ def write_ahead(kernel: KernelState) -> None:
 def publish(attempt: Attempt) -> None:
     """Write the manifest and make the draft an image, in which the kernel will sleep."""
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
+    if attempt.next_image is not None:
+        with contextlib.suppress(RuntimeError):  # there are no more threads: it is made when it is needed
+            create = functools.partial(kernel.home.create_capsule, attempt.next_image, beside=True)
+            kernel.ahead = CapsuleAhead(attempt.next_image, create)
     kernel.image = _published(attempt, claim_pid=capsule.host_pid, keep_fd=capsule.keep_fd)
     kernel.generation = kernel.image.manifest.generation
     host_memory.discard_chunks(kernel)

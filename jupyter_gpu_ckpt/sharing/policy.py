@@ -524,7 +524,8 @@ class _Round:
 
     def _suspends(self, planned: Sequence[_Planned]) -> tuple[SuspendFor, ...]:
         """Return the kernels that have to leave now, for those that start as soon as these have left."""
-        coming = [each for each in planned if each.start <= self._soon(each)]
+        granted = {one.queued.participant.kernel for one in planned if one.start <= self.now}
+        coming = [each for each in planned if each.start <= self._soon(each, granted)]
         room = {uuid: gpu.total - gpu.others for uuid, gpu in self.gpus.items()}
         cutting: set[str] = set()
         for one in coming:
@@ -553,9 +554,10 @@ class _Round:
                 found.append(SuspendFor(stay.kernel, LeaveReason.MEMORY if each.turn is None else LeaveReason.TURN))
         return tuple(sorted(found, key=lambda each: each.kernel))
 
-    def _soon(self, planned: _Planned) -> float:
-        """Return when the GPUs are free of all that leave them or have to leave them now."""
-        there = [stay for stay in self.stays if stay.kernel and any(gpu in stay.needs for gpu in planned.gpus)]
+    def _soon(self, planned: _Planned, granted: set[str]) -> float:
+        """Return when the GPUs are free of all that leave them or have to leave them now; ``granted`` kernels stay."""
+        others = [stay for stay in self.stays if stay.kernel and stay.kernel not in granted]
+        there = [stay for stay in others if any(gpu in stay.needs for gpu in planned.gpus)]
         cuts = planned.queued.cuts
         due = [stay.released(cuts) for stay in there if (stay.cut if cuts else stay.end) <= self.now]
         return max(due, default=self.now) if planned.gpus else -math.inf

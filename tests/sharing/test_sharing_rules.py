@@ -91,6 +91,13 @@ def test_turns_end_for_new_cells_and_for_long_ones(ran, first, turns, leaves):
     assert [each.kernel for each in decisions.waits] == ["w"]
 
 
+def test_a_new_cell_of_a_kernel_that_is_there_ends_no_turn_for_another():
+    """It needs no memory, and that one starts no sooner."""
+    there = replace(idle("new", 0.0, 20), leave_seconds=3.0, waiting_since=NOW)
+    decisions = decided(computing("a", NOW - 59, 60), there, waiting("w", needs=40, turns=1))
+    assert [each.kernel for each in decisions.grants] == ["new"] and not decisions.suspends
+
+
 def test_a_turn_goes_on_while_nobody_waits():
     assert decided(computing("a", 0.0)) == Decisions(factors={"A": 1})
 

@@ -193,7 +193,7 @@ ENOUGH_OF_ALL = {
 
 @pytest.fixture(scope="module")
 def in_its_directory(programs, tmp_path_factory) -> Programs:
-    """The programs with a library that reads how much memory there is in its directory's files, not in the machine's."""
+    """The programs with a library that reads how much memory there is from files in its directory."""
     directory = tmp_path_factory.mktemp("memory")
     build_library(directory, ["-O2", f'-DMEMORY_FILES="{directory}"'])
     for program in ("loader", "direct", "libsubject.so"):

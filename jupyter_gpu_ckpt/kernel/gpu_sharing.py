@@ -7,6 +7,7 @@ it moves the kernel to a GPU, and waits there for its turn.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import math
@@ -345,7 +346,8 @@ class GpuSharing:
         """Wait until the kernel may have ``needs`` (bytes by GPU UUID); return the GPU to use for each of these.
 
         ``elsewhere``: whether others of the same model will do.  ``more``: and for what an allocation wants.  Raises
-        `GpuFull` for what never fits, `GpuWaitCancelled` if the place was given back, and as `Cancellation.check`.
+        `GpuFull` for what never fits, `GpuWaitCancelled` if the place was given back, as `Cancellation.check`, and the
+        exchange's error where it cannot decide.
         """
         self._cancelled.clear()
         home, began, self._present = tuple(needs), time.monotonic(), present
@@ -362,6 +364,8 @@ class GpuSharing:
             self._touch(began)
             while True:
                 self._check()
+                if (failure := self._exchange.failure()) is not None:
+                    raise copy.copy(failure)
                 decision = self._exchange.decision(self._member)
                 if isinstance(decision, NeverFits):
                     raise _never_fits(decision)

@@ -324,11 +324,12 @@ class _Round:
     def _factor(self, gpu: str) -> tuple[int, float]:
         """Return by how much turns on the GPU are lengthened, and since when.
 
-        They are shortened again below half the limit: turns of half the length swap twice as often.
+        They are shortened again below half the limit: turns of half the length swap twice as often.  The factor is that
+        of the last turn granted, by whichever user: one beyond the limits is none.
         """
         granted = [each for each in self.alive.values() if gpu in each.was_on and each.granted_at is not None]
         last = max(granted, key=lambda each: (each.granted_at or 0.0, each.kernel), default=None)
-        if last is None:
+        if last is None or not 1 <= last.factor <= max(1.0, self.rules.longest_turn / self.rules.turn):
             return 1, 0.0
         if self.now - last.factor_since < self.rules.swap_window:
             return last.factor, last.factor_since

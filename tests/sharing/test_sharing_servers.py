@@ -30,8 +30,8 @@ from jupyter_gpu_ckpt.sharing.policy import HEARTBEAT_S
 
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
 MOVING = (Residence.ARRIVING, Residence.LEAVING)
-#: Seconds: those of `SILENT_S`, and of a server that looks, claims and moves.
-LONGEST_VOID = 5.0
+#: Seconds: several times those of `SILENT_S`, and of a server that looks, claims and moves on a busy machine.
+LONGEST_VOID = 30.0
 #: Seconds of a look at the GPU by a watcher that does not wait for a processor.
 SERVED = 0.03
 #: What a cell says that waits for memory of a server that was stopped.

@@ -142,6 +142,7 @@ def used(subject: Subject, number: int) -> int:
     return pages * resource.getpagesize()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
     ("number", "free"),

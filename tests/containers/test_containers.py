@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
@@ -183,3 +185,53 @@ def test_the_parser_takes_the_apparmor_profile(fault):
     options = ["--skip-kernel-load", "--skip-cache"]
     done = subprocess.run([parser, *options], input=text, capture_output=True, text=True, timeout=60)
     assert (done.returncode == 0) is not bool(fault), done.stderr
+
+
+#: What the machine of `scripts/try-apparmor` says of a profile that permits what is needed and no more; shortened.
+LOG = """\
+== confined
+gpu-ckpt (enforce)
+== user
+Every value is intact.
+== forbidden
+sh: 1: cannot create /proc/sys/kernel/panic: Permission denied
+sh: 1: kill: Permission denied
+audit: apparmor="DENIED" operation="signal" profile="gpu-ckpt" comm="sh" denied_mask="send" peer="unconfined"
+== without mounts
+FAIL  namespaces         A mount namespace is refused: mount flags on /: Permission denied.
+== end
+""".replace("\n", "\r\n")
+
+
+@pytest.mark.parametrize(
+    ("changed", "into", "problem"),
+    [
+        ("", "", []),
+        ("(enforce)", "(complain)", ["the program is confined"]),
+        ("Every value is intact.", "a value changed", ["a kernel sleeps and wakes"]),
+        ("intact.\r\n", 'intact.\r\napparmor="DENIED" operation="mount"\r\n', ["nothing that it needs is denied"]),
+        ("panic: Permission denied", "", ["settings of Linux cannot be written"]),
+        ('"signal"', '"open"', ["signals do not leave the profile"]),
+        ("FAIL  namespaces", "", ["without its rules for mounts doctor complains"]),
+    ],
+)
+def test_a_profile_that_is_too_narrow_or_too_wide_is_found(changed, into, problem):
+    loader = SourceFileLoader("try_apparmor", str(REPOSITORY / "scripts/try-apparmor"))
+    module = module_from_spec(spec_from_loader("try_apparmor", loader))
+    loader.exec_module(module)
+    assert changed in LOG
+    assert module.problems(LOG.replace(changed, into) if changed else LOG) == problem
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(6000)
+def test_a_kernel_sleeps_and_wakes_below_the_apparmor_profile():
+    """In a virtual machine: `scripts/try-apparmor`."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    needs = {"qemu-system-x86_64": "qemu-system-x86", "busybox": "busybox-static", "aa-exec": "apparmor"}
+    missing = [package for program, package in needs.items() if shutil.which(program, path=path) is None]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"needs root and `apt-get install {' '.join(missing)}`")
+    command = [sys.executable, REPOSITORY / "scripts/try-apparmor"]
+    done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=5900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

@@ -30,7 +30,7 @@ def rate(count: float, seconds: float) -> str:
 
 def duration(seconds: float) -> str:
     """Format seconds in the largest unit that fits: ``0.8 s``, ``42 s``, ``7 min``, ``3 h``, ``2 d``."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
+    for unit, length, finer in (("d", 86400, 3600), ("h", 3600, 60), ("min", 60, 1)):
+        if seconds >= length - finer / 2:  # 59.6 s is a minute, not 60 s
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"

@@ -62,7 +62,7 @@ def test_commits_that_the_table_of_defects_names_exist():
     assert [commit for commit in named if git("cat-file", "-e", f"{commit}^{{commit}}").returncode != 0] == []
 
 
-@pytest.mark.parametrize("page", ["architecture", "performance", "threat-model", "hardening", "reader-test"])
+@pytest.mark.parametrize("page", ["architecture", "performance", "threat-model", "hardening", "usability"])
 def test_every_file_that_a_page_names_exists(page):
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -112,6 +112,41 @@ def test_no_paragraph_is_longer_than_a_reader_follows():
         for block in re.split(r"\n\s*\n", text):
             for paragraph in re.split(r"\n(?=\s*(?:[-*|]|\d+\.)\s)", block):
                 assert paragraph.lstrip().startswith("|") or len(" ".join(paragraph.split())) <= 600, (page, paragraph)
+
+
+#: For whom pages are, how many pages at most, and how many words outside tables, blocks and what scripts write. The
+#: runbook is not read but looked up: its words are not counted.
+READERS = {"users": (10, 6200), "administrators": (8, 5000), "engineers": (6, 7500)}
+
+
+def _listed(section: str) -> list[tuple[str, str]]:
+    """Return caption and name of each page in a section of the site."""
+    blocks = re.findall(r"```{toctree}\n(.*?)```", (ROOT / "docs" / f"{section}.md").read_text(), re.DOTALL)
+    captions = [re.search(r":caption: (.+)", block) for block in blocks]
+    return [
+        (caption[1] if caption else "", name)
+        for caption, block in zip(captions, blocks, strict=True)
+        for name in re.findall(r"^[\w/-]+$", block, re.MULTILINE)
+    ]
+
+
+def test_each_reader_has_few_pages():
+    """Records are apart: nobody reads them, somebody looks for a date or a figure."""
+    sections = [name for _, name in _listed("index")]
+    indexes = {"index", *(name for name in sections if _listed(name))}
+    pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix(): path.read_text() for path in DOCUMENTS[1:]}
+    records = {name for section in sections for caption, name in _listed(section) if caption == "Records"}
+    assert records < pages.keys() and indexes < pages.keys()
+    found: dict[str, dict[str, int]] = {reader: {} for reader in READERS}
+    for name in pages.keys() - indexes - records:
+        opening = re.match(r"# .+\n\nFor (?:new )?(\w+)", pages[name])
+        assert opening and opening[1] in READERS, f"{name} does not begin with its readers"
+        text = re.sub(r"```.*?```|<!-- from .*?<!-- end -->|^\|.*?$", "", pages[name], flags=re.DOTALL | re.MULTILINE)
+        found[opening[1]][name] = len(text.split())
+    for reader, (most_pages, most_words) in READERS.items():
+        assert len(found[reader]) <= most_pages, (reader, sorted(found[reader]))
+        words = sum(count for name, count in found[reader].items() if name != "admin/runbook")
+        assert words <= most_words, (reader, words)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

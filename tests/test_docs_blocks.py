@@ -62,7 +62,7 @@ ELSEWHERE = {
     "systemctl",
 }
 #: Pages with a whole program, and the test that runs it.
-PROGRAMS = {"docs/tutorials/programs.md": "tests/kernel/test_program_example.py"}
+PROGRAMS = {"docs/branches.md": "tests/kernel/test_program_example.py"}
 #: Programs that pages hand out.
 HANDED_OUT = {path.name for path in (ROOT / "docs").rglob("*") if path.is_file() and not path.suffix}
 #: Classes that pages configure, by module.
@@ -409,7 +409,7 @@ def test_pages_for_users_have_examples():
 def test_labels_that_pages_for_users_name_are_those_of_the_front_end():
     """Menus, buttons and headings in italics; those of JupyterLab itself are paths."""
     source = "".join(path.read_text() for path in (ROOT / "labextension" / "src").glob("*.ts*")).replace("\\'", "'")
-    pages = [ROOT / "docs" / name for name in ("frontend.md", "kernels.md", "tutorials/first-sleep.md")]
+    pages = [ROOT / "docs" / name for name in ("frontend.md", "usage.md", "first-sleep.md")]
     named = {label for page in pages for label in re.findall(r"(?<!\*)\*([A-Z][^*→>|\n]+)\*(?!\*)", page.read_text())}
     assert len(named) > 8
     assert {label for label in named if f"'{label}'" not in source and f'"{label}"' not in source} == set()

@@ -69,3 +69,10 @@ def test_nobody_else_writes_units_of_bytes():
         if written.search(line)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(59.4, "59 s"), (59.6, "1 min"), (3599, "1 h"), (84599, "23 h"), (86399, "1 d")]
+)
+def test_a_duration_that_rounds_to_the_next_unit_is_in_that_unit(seconds, text):
+    assert duration(seconds) == text

@@ -7,6 +7,7 @@ it moves the kernel to a GPU, and waits there for its turn.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import math
@@ -404,7 +405,8 @@ class GpuSharing:
 
         ``elsewhere``: whether others of the same model will do.  ``more``: and for what an allocation wants.  Raises
         `GpuFull` for what never fits, and without turns also for what does not fit beside programs that do not share;
-        `GpuWaitCancelled` if the place was given back, and as `Cancellation.check`.
+        `GpuWaitCancelled` if the place was given back, the exchange's error where it cannot decide, and as
+        `Cancellation.check`.
         """
         self._cancelled.clear()
         home, began, self._present = tuple(needs), time.monotonic(), present
@@ -421,6 +423,8 @@ class GpuSharing:
             self._touch(began)
             while True:
                 self._check()
+                if (failure := self._exchange.failure()) is not None:
+                    raise copy.copy(failure)
                 decision = self._exchange.decision(self._member)
                 if isinstance(decision, NeverFits):
                     raise _never_fits(decision)

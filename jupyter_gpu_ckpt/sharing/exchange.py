@@ -138,16 +138,20 @@ class Exchange:
         #: Since when the lock of claims is another's whenever it is wanted.
         self._blocked_since: float | None = None
         self._failing = False
+        #: The error since which nothing was decided.
+        self._undecided: Exception | None = None
 
     # -- members
 
     def join(self, member: Member) -> None:
-        """Have the member's kernel take part."""
+        """Have the member's kernel take part.  Raises `RuntimeError` where the process may have no more threads."""
         with self._changed:
-            self._members[member.participant.kernel] = member
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="gpu-ckpt-sharing", daemon=True)
-                self._thread.start()
+                self._decided_at = time.monotonic()
+                thread = threading.Thread(target=self._run, name="gpu-ckpt-sharing", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._members[member.participant.kernel] = member
 
     def leave(self, member: Member) -> None:
         """End the part of a kernel.  Its memory, if it has any, is another program's for all others."""
@@ -188,6 +192,10 @@ class Exchange:
         known = (pair for each in self._silent for pair in zip(each.on, each.resident, strict=True))
         others = sum(gpu.others for gpu in self._shared_gpus if gpu.uuid == uuid)
         return min(others, sum(bytes for on, bytes in known if on == uuid))
+
+    def failure(self) -> Exception | None:
+        """Return why nothing has been decided for so long that nobody should wait for it any more; else None."""
+        return self._undecided if time.monotonic() - self._decided_at > SILENT_S else None
 
     def used(self, now: float) -> dict[str, float]:
         """Return the seconds of all turns of all kernels until ``now``."""
@@ -343,6 +351,7 @@ class Exchange:
             self._poked.wait(POLL_S)
             poked = self._poked.is_set()
             self._poked.clear()
+            failure: Exception | None = None
             try:
                 now = time.monotonic()
                 failure = self._observe(now)
@@ -360,6 +369,8 @@ class Exchange:
                     trace = None if isinstance(error, GpuCkptError | OSError) else error
                     _log.warning("GPUs cannot be shared now; it is tried again: %s", error, exc_info=trace)
                 self._failing = True
+                if error is not failure:  # that one is of a single kernel, and decisions go on
+                    self._undecided = error
 
     def _observe(self, now: float) -> Exception | None:
         """Bring all members up to date and show that they live, also those beside one that fails; return why it does.
@@ -384,7 +395,7 @@ class Exchange:
         decisions = policy.decide(snapshot) if snapshot.gpus else Decisions()
         self._note_idlers(decisions, snapshot.now)
         with self._changed:
-            self._decisions, self._decided_at = decisions, snapshot.now
+            self._decisions, self._decided_at, self._undecided = decisions, snapshot.now, None
             self._changed.notify_all()
 
     def _act(self) -> None:

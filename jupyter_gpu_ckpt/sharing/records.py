@@ -16,6 +16,7 @@ belongs to another boot is silent, and a step of the wall clock makes nobody sil
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -32,7 +33,7 @@ from ..cuda.gpu_locks import NAME, READ, open_directory
 from .participant import Participant, Residence, Swap, Turn
 from .policy import SILENT_S
 
-#: Records that are read of one user, and entries of the directory that are considered at all.
+#: Records that are read of one user, and entries that the directory may have.
 PER_USER, ENTRIES = 64, 8192
 #: Bytes of a record at most; seconds after which a user's own void records are deleted.
 _LONGEST, _GARBAGE_S = 131072, 60.0
@@ -66,7 +67,8 @@ class OwnRecord:
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=parent)
             try:
                 os.fchmod(descriptor, 0o644)
-                os.write(descriptor, encoded)
+                if os.write(descriptor, encoded) != len(encoded):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.utime(descriptor, ns=(now := time.monotonic_ns(), now))
                 os.rename(draft, self.name, src_dir_fd=parent, dst_dir_fd=parent)
             except BaseException:
@@ -97,7 +99,8 @@ def _beat(name: str, parent: int) -> bool:
 def read(directory: Path) -> list[Participant]:
     """Return the records of all users' servers that are not silent, by their names.  Never waits for anybody.
 
-    This user's own files of servers that have ended are deleted.  Raises `OSError` where the directory cannot be used.
+    This user's own files of servers that have ended are deleted.  Raises `OSError` where the directory cannot be used,
+    also for too many entries: of some records alone nobody may decide.
     """
     return read_all(directory)[0]
 
@@ -113,7 +116,9 @@ def read_all(directory: Path) -> tuple[list[Participant], list[Participant]]:
     parent = open_directory(directory)
     try:
         with os.scandir(parent) as entries:
-            for _, entry in zip(range(ENTRIES), entries, strict=False):
+            for number, entry in enumerate(entries):
+                if number >= ENTRIES:
+                    raise OSError(errno.EMLINK, f"more than {ENTRIES} files in {directory}")
                 if not entry.name.lstrip(".").startswith(_PREFIX):
                     continue
                 with contextlib.suppress(OSError, ValueError, RecursionError):

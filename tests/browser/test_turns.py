@@ -51,8 +51,8 @@ path => window.jupyterapp.commands.execute('docmanager:open', { path, options: {
 def jupyter(request, tmp_path_factory, base, chromium, criu_binary):
     if compiler() is None:
         pytest.skip("there is no C compiler on this machine")
-    doubles = build_doubles(tmp_path_factory.mktemp("cuda"))
-    library = build(tmp_path_factory.mktemp("native"), doubles).library
+    doubles = build_doubles()
+    library = build(doubles).library
     found = {"library!r": repr(str(library)), "doubles!r": repr(str(doubles)), "rules": request.param}
     config = CONFIG
     for name, value in found.items():

@@ -28,7 +28,7 @@ async def subject_of(request, directory, base, code="", **traits):
         subject = await Subject.of(kernel, directory, code, family=has_family(request))
         yield subject
         subject.close()
-    await until(lambda: not alive(list(set(descendants(os.getpid())) - set(processes))), 20)
+    await until(lambda: not alive(list(set(descendants(os.getpid())) - set(processes))))
     left = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if line not in mounts]
     assert not [line for line in left if str(directory) in line or str(base) in line]
     assert not [name for name in subject.shared_memory if Path("/dev/shm", name).exists()]

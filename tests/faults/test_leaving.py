@@ -164,7 +164,7 @@ async def test_the_kernel_killed_just_before_a_step(subject, step):
         return
     began = asyncio.get_running_loop().time()
     error = await subject.fails(subject.provisioner.checkpoint, "KERNEL_LOST")
-    assert asyncio.get_running_loop().time() - began < 5
+    assert asyncio.get_running_loop().time() - began < 60
     assert error.left == "the kernel is gone"
     assert subject.kernel.state == "dead"
     assert subject.drafts() == []
@@ -347,7 +347,7 @@ def ask(file, seq, command, arguments, *events):
 
 def edit():
     with socket.create_connection(at, 20) as editor, editor.makefile("rwb") as file:
-        editor.settimeout(30)
+        editor.settimeout(60)
         editor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         done = ask(file, 1, "initialize", {"adapterID": "x"}, "debugpySockets"), ask(file, 2, "disconnect", {})
         while file.read(1000):

@@ -134,7 +134,7 @@ async def test_the_pod_that_the_values_make(configured, version):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_pod_of_a_notebook_of_kubeflow(values, version):
-    (block,) = re.findall(r"```yaml\n(.*?)```", (ADMIN / "kubeflow.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ADMIN / "kubernetes.md").read_text(), re.DOTALL)
     spec = yaml.safe_load(block)["spec"]["template"]["spec"]
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "example-0"}, "spec": spec}
     kubernetes_validate.validate(pod, version, strict=True)

@@ -107,7 +107,7 @@ async def test_the_next_server_hashes_large_files_that_the_last_one_had_no_time_
     facts = file_facts(str(data))
     assert not Hashes(server.store.root).known(facts)
     second = await server.start()
-    await until(lambda: Hashes(server.store.root).known(facts), 30)
+    await until(lambda: Hashes(server.store.root).known(facts))
     data.with_name("link").hardlink_to(data)
     assert await second.run("print(x)") == "41"
 

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorials" / "programs.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "branches.md"
 
 
 def test_the_program_prints_what_the_page_shows(tmp_path, runtime_base, criu_binary):

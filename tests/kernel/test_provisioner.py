@@ -51,7 +51,7 @@ async def test_a_host_without_namespaces_gets_a_plain_kernel(tmp_path, runtime_b
 
 
 def test_a_kernelspec_opts_out_as_its_page_says():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "opting-out.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "policies.md").read_text()
     (named,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     config = Config()
     config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"

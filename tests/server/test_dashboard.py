@@ -21,7 +21,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 DASHBOARD = json.loads((DOCS / "admin/monitoring/dashboard.json").read_text())
 PAGE = (DOCS / "admin/monitoring.md").read_text()
 EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
-ALERTS = [expression for expression in re.findall(r"`([^`\n]+)`", PAGE) if "gpu_ckpt_" in expression]
+ALERTS = [expression for expression in re.findall(r"`([^`\n]+)`", PAGE) if re.search(r"gpu_ckpt_.* > ", expression)]
 #: Labels that Prometheus adds.
 ADDED = {"job", "instance", "le"}
 #: Values that labels may have.
@@ -33,9 +33,7 @@ VALUES = {
 #: Labels of each metric, as the reference has them; another test compares that with the code.
 LABELS = {
     name: set(filter(None, labels.split(",")))
-    for name, labels in re.findall(
-        r"^\| `(gpu_ckpt_\w+)(?:\{([\w,]+)\})?`", (DOCS / "reference/events.md").read_text(), re.M
-    )
+    for name, labels in re.findall(r"^\| `(gpu_ckpt_\w+)(?:\{([\w,]+)\})?`", PAGE, re.M)
 }
 
 

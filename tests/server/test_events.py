@@ -22,7 +22,7 @@ from jupyter_gpu_ckpt.server.events import FAILURE, PROTECTION, SCHEMAS, STATE, 
 from jupyter_gpu_ckpt.server.monitor import VERBS, KernelMonitor, Progress, Sizes, Stepped
 from jupyter_gpu_ckpt.trace import StepEvent
 
-REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "events.md"
+REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "rest.md"
 GIB = 1 << 30
 
 

@@ -18,7 +18,7 @@ from jupyter_gpu_ckpt.server.metrics import Metrics
 from jupyter_gpu_ckpt.server.monitor import Changed, Failed, KernelMonitor, MonitoredKernel, Sizes, Stepped
 from jupyter_gpu_ckpt.trace import StepEvent
 
-REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "events.md"
+REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "admin" / "monitoring.md"
 
 
 def samples(text: str) -> dict[tuple, float]:

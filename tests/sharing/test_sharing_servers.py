@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -238,7 +239,60 @@ def test_a_kernel_whose_claim_is_void_when_its_server_goes_on_waits_anew(tmp_pat
     kernel = sharing_server.Kernel(0, 60, exchange, gpus, tmp_path / "memory", seed=1)
     cell = threading.Thread(target=kernel.run, args=(1, 0.3), daemon=True)
     cell.start()
-    cell.join(30)
+    cell.join(60)
     kernel.sharing.close()
     assert not cell.is_alive(), "its cell waits for ever"
     assert next(valid, "asked") == "asked"
+
+
+def test_nobody_waits_for_decisions_that_cannot_be_made(tmp_path, monkeypatch):
+    """As in a directory that another user has filled: the move goes on without sharing, or says why it cannot."""
+    monkeypatch.setattr("jupyter_gpu_ckpt.sharing.exchange.SILENT_S", 0.3)
+    (tmp_path / "memory").mkdir()
+    gpus = sharing_server.FileGpus(tmp_path / "locks", tmp_path / "memory", {A: 100})
+    exchange = Exchange(gpus, sharing_server.RULES)
+    kernel = sharing_server.Kernel(0, 60, exchange, gpus, tmp_path / "memory", seed=1)
+    read = records.read
+
+    def refused(directory):
+        raise OSError(errno.EMLINK, "more than 8192 files")
+
+    monkeypatch.setattr(records, "read", refused)
+    raised: list[BaseException] = []
+
+    def admit() -> None:
+        try:
+            kernel.sharing.admit({A: 60}, gpus.list(), elsewhere=True)
+        except OSError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=admit, daemon=True)
+    waiting.start()
+    waiting.join(30)
+    assert not waiting.is_alive(), "it waits for ever"
+    assert [error.strerror for error in raised] == ["more than 8192 files"]
+    assert kernel.sharing.participant.waiting_since is None
+    monkeypatch.setattr(records, "read", read)
+    until(lambda: exchange.failure() is None, "it decides again")
+    assert kernel.sharing.admit({A: 60}, gpus.list(), elsewhere=True) == {A: A}
+    kernel.sharing.close()
+
+
+def test_an_exchange_that_got_no_thread_gets_one_with_the_next_kernel(tmp_path, monkeypatch):
+    (tmp_path / "memory").mkdir()
+    gpus = sharing_server.FileGpus(tmp_path / "locks", tmp_path / "memory", {A: 100})
+    exchange = Exchange(gpus, sharing_server.RULES)
+
+    def exhausted(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", exhausted)
+        with pytest.raises(RuntimeError):
+            sharing_server.Kernel(0, 60, exchange, gpus, tmp_path / "memory", seed=1)
+    kernel = sharing_server.Kernel(1, 60, exchange, gpus, tmp_path / "memory", seed=1)
+    cell = threading.Thread(target=kernel.run, args=(1, 0.1), daemon=True)
+    cell.start()
+    cell.join(30)
+    kernel.sharing.close()
+    assert not cell.is_alive(), "its cell waits for ever"

@@ -14,10 +14,11 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "process
 
 HEAD = (
     "# What becomes of a process's state\n\n"
-    "For users: which state of a kernel's process survives a checkpoint. Each line is a small program in `tests/zoo` "
-    "that creates the state in a real kernel, which is checkpointed and restored twice, and compares the system's view "
-    "before and after. `python -m pytest tests/zoo --zoo-table` runs all of them, for root and for an ordinary user, "
-    "and writes this page from the results.\n\n"
+    "For engineers: which state of a kernel's process survives a checkpoint, kind by kind; "
+    "[usage](../usage.md#what-comes-back-and-what-does-not) has the sum of it. Each line is a small program in "
+    "`tests/zoo` that creates the state in a real kernel, which is checkpointed and restored twice, and compares the "
+    "system's view before and after. `python -m pytest tests/zoo --zoo-table` runs all of them, for root and for an "
+    "ordinary user, and writes this page from the results.\n\n"
     "*kept*: the same after every wake. *refused*: the checkpoint is refused with the code and a message that names "
     "the state, and the kernel keeps running. *announced*: not kept, and `%gpu_checkpoint --status` says so "
     "beforehand. *documented*: not kept, cannot be repaired from outside, and [the "

@@ -4,20 +4,20 @@
 #define _GNU_SOURCE
 #include "allocations.h"
 #include "child.h"
+#include "device_kernels.h"
 #include "driver.h"
 #include "launch_gate.h"
 #include "managed.h"
 #include "mappings.h"
 #include "memory_wait.h"
 #include "pools.h"
-#include "zero_parts.h"
 
 /* Whether there is anything that a context's end concerns. */
 static bool has_state(void)
 {
     size_t count, bytes;
     allocations_total(&count, &bytes);
-    return (count != 0 || mappings_have_context() || zero_parts_are_loaded()) && !is_inert();
+    return (count != 0 || mappings_have_context() || device_kernels_are_loaded()) && !is_inert();
 }
 
 /* Memory that the program maps itself, and memory of pools, outlive a context. */
@@ -26,7 +26,7 @@ static void end(CUcontext context, bool destroyed)
     allocations_of_destroyed(context, destroyed);
     if (!destroyed)
         return;
-    zero_parts_forget(context);
+    device_kernels_forget(context);
     mappings_forget_context(context);
     pools_forget_context(context);
 }

@@ -390,11 +390,28 @@ static size_t bytes_changed(const char *memory, size_t mib)
     return found;
 }
 
+/* Bytes of an allocation become others. */
+BY_GPU static void poke(const struct held *held, size_t at, size_t count, int value)
+{
+    for (size_t end = at + count; at < end && at < held->bytes; at++)
+        held->memory[at] = (unsigned char)value;
+}
+
+/* A number for all contents, in which each 8 bytes and where they are count. */
+BY_GPU static uint64_t sum(void)
+{
+    uint64_t all = 0;
+    for (size_t number = 0; number < allocation_count; number++)
+        for (size_t at = 0; allocations[number].memory != NULL && at + 8 <= allocations[number].bytes; at += 8)
+            all = (all ^ *(volatile uint64_t *)(allocations[number].memory + at)) * 0x100000001B3ull + number;
+    return all;
+}
+
 static void perform(char *line)
 {
     char *words = strchr(line, ' ');
     words = words != NULL ? (*words = '\0', words + 1) : line + strlen(line);
-    size_t number = strtoul(words, NULL, 10);
+    size_t number = strtoul(words, NULL, 10), at, count;
     char name[64];
     long nth;
     int lasting, result;
@@ -418,6 +435,11 @@ static void perform(char *line)
                            &handle, (CUdeviceptr)allocations[number].memory));
     } else if (strcmp(line, "check") == 0)
         check();
+    else if (strcmp(line, "poke") == 0 && sscanf(words, "%zu %zu %zu %d", &number, &at, &count, &result) == 4) {
+        poke(&allocations[number], at, count, result);
+        puts("ok");
+    } else if (strcmp(line, "sum") == 0)
+        printf("%llx\n", (unsigned long long)sum());
     else if (strcmp(line, "address") == 0)
         printf("%p\n", (void *)allocations[number].memory);
     else if (strcmp(line, "outstanding") == 0)

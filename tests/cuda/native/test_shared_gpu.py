@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import re
-import time
 
 import pytest
 from harness import until
@@ -89,10 +88,11 @@ async def two(host, **traits):
 
 async def test_memory_is_taken_from_the_idle_one_and_a_cell_without_cuda_moves_nothing(host):
     async with two(host) as (one, other):
-        began = time.monotonic()
+        states = []
+        for kernel in (one, other):
+            kernel.provisioner.on_state.append(states.append)
         assert await one.run("print(6 * 7)") == "42"
-        assert time.monotonic() - began < 2
-        assert (one.state, other.state) == ("off_gpu", "running")
+        assert (states, one.state, other.state) == ([], "off_gpu", "running")
         assert await one.run("n = compute(0.05); print(intact())") == "True"
         assert (one.state, other.state) == ("running", "off_gpu")
         await until(lambda: sharing(one).participant.turn is None)
@@ -143,7 +143,7 @@ async def test_a_cell_says_what_it_waits_for_and_an_interrupt_gives_the_place_ba
         assert on_gpu == {"factor": 1, "silent_bytes": 0}
         assert re.search("shared GPU +.*1 other waits", await other.run("%gpu_checkpoint --status"))
         await one.manager.interrupt_kernel()
-        reply = await asyncio.wait_for(cell, 30)
+        reply = await asyncio.wait_for(cell, 60)
         assert reply["content"]["status"] == "error"
         await until(lambda: sharing(one).participant.waiting_since is None)
         assert sharing(one).waiting() is None

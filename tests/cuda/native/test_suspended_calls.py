@@ -322,7 +322,7 @@ def test_a_child_that_is_killed_meanwhile_is_gone_and_its_parent_sees_that(kerne
     until(lambda: kernel.lifecycle.capsule.other_processes() == [] or not alive([kernel.child_pid]), "it has ended")
     kernel.child = kernel.child_fake = None
     kernel.lifecycle.resume()
-    assert kernel.program.ask("child.wait(30)") == -signal.SIGKILL
+    assert kernel.program.ask("child.wait(60)") == -signal.SIGKILL
     kernel.runs_on()
 
 

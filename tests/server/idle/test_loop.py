@@ -316,8 +316,8 @@ class TestRealKernels:
     async def test_a_kernel_that_was_brought_back_by_hand_gets_its_time(self, kernel, started):
         started({"k": kernel.provisioner}, checkpoint_after=1.0, interval=0.05)
         await kernel.settled("checkpointed")
-        await kernel.provisioner.restore()
         back = time.monotonic()
+        await kernel.provisioner.restore()
         await kernel.settled("running")
         await kernel.settled("checkpointed")
         assert time.monotonic() - back >= 1.0
@@ -344,8 +344,8 @@ class TestRealKernels:
     async def test_a_restarted_kernel_is_a_fresh_one(self, kernel, started):
         await kernel.provisioner.checkpoint()
         started({"k": kernel.provisioner}, checkpoint_after=1.0, interval=0.05)
-        await kernel.manager.restart_kernel(now=True)
         back = time.monotonic()
+        await kernel.manager.restart_kernel(now=True)
         await kernel.settled("running")
         await kernel.settled("checkpointed")
         assert time.monotonic() - back >= 0.9

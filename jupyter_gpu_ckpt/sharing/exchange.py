@@ -39,8 +39,8 @@ from .policy import (
 POLL_S, READ_S = 0.1, 1.0
 #: Seconds in which a server has to begin what is decided for its kernel; else that is passed over for so many.
 IDLE_S, PASSED_OVER_S = 4.0, 30.0
-#: Seconds to wait for the lock of a GPU; then the claim is tried again.
-_LOCK_S = 0.5
+#: Seconds to wait for the lock of a GPU; then the claim is tried again, and after so many without the lock.
+_LOCK_S, _BLOCKED_S = 0.5, 0.8
 #: Seconds without a heartbeat after which a server takes itself for silent: sooner than others do.
 _LATE_S = SILENT_S - 0.5
 
@@ -246,14 +246,15 @@ class Exchange:
         """Lock claims of these GPUs; return whether to go on.
 
         Nobody has such a lock for long, but a server that is stopped, or a user who wants others to wait.  So it is
-        done without after a while: the lock saves claims that would be contested, and `_is_contested` is sure.
+        done without after a while: the lock saves claims that would be contested, and `_is_contested` is sure.  The
+        while is short: a server that was stopped in the middle of a claim was waited for `SILENT_S` before that.
         """
         now = time.monotonic()
         try:
             locks.enter_context(gpu_locks.locked(self.directory, gpus, _LOCK_S, kind="claim"))
         except GpuFull:
             self._blocked_since = now if self._blocked_since is None else self._blocked_since
-            return now - self._blocked_since > SILENT_S
+            return time.monotonic() - self._blocked_since > _BLOCKED_S
         self._blocked_since = None
         return True
 

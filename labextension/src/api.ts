@@ -205,6 +205,8 @@ export interface ISharing {
   idle: ISharer[];
   /** By how much turns are lengthened. */
   factor: number;
+  /** Of kernels whose servers do not answer. */
+  silent_bytes: number;
 }
 
 export interface IGpu {

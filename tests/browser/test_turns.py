@@ -112,6 +112,17 @@ def test_the_queue_of_a_shared_gpu_and_a_kernel_off_it(desktop, jupyter):
         assert page.locator(".jp-gpuCkpt-waking").count() == 0, "no cell waits for the kernel"
         tab.picture("turns-waiting")
 
+        def with_memory_of_a_silent_server(route):
+            response = route.fetch()
+            document = response.json()
+            for gpu in document["gpus"]:
+                gpu["sharing"]["silent_bytes"] += 5 * MIB
+            route.fulfill(response=response, json=document)
+
+        page.route("**/gpu-ckpt/gpus*", with_memory_of_a_silent_server)
+        queue.get_by_text("5.0 MiB belong to a server that does not answer.").wait_for()
+        page.unroute_all()
+
         # Then it has its turn, and the other one is off the GPU.
         (jupyter.home / "work" / "enough").touch()
         tab.wait_for_output(0, "plotted True")

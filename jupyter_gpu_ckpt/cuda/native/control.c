@@ -8,6 +8,7 @@
  *   close MILLISECONDS   close the launch gate (`launch_gate.h`): likewise; it opens by itself after so long, if nothing
  *                        is swapped out then; with 0 not.  Of a closed gate this changes only when it opens
  *   open      open the launch gate: likewise; refused (CUDA_ERROR_NOT_READY) while allocations are swapped out
+ *   drop_zeros   give zeros of the driver's host memory back to Linux (`context_memory.h`): likewise
  *   export PROCESS NUMBER    (hexadecimal) share an allocation with another process (`ipc.h`): likewise, with a
  *                            descriptor of its memory
  *

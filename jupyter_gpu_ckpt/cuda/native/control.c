@@ -10,6 +10,7 @@
  *   open      open the launch gate: likewise; refused (CUDA_ERROR_NOT_READY) while allocations are swapped out
  *   keep BYTES  keep what is swapped in in host memory, too, up to so many bytes, so that the next copy_out only copies what
  *               has changed; with 0 nothing: likewise.  It is given up when host memory is short
+ *   drop_zeros   give zeros of the driver's host memory back to Linux (`context_memory.h`): likewise
  *   export PROCESS NUMBER    (hexadecimal) share an allocation with another process (`ipc.h`): likewise, with a
  *                            descriptor of its memory
  *

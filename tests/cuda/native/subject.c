@@ -369,16 +369,43 @@ static void child_sockets(void)
     printf("%d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
 }
 
-/* Map so many MiB as the driver, which asks for some bytes less, or as the program, with every 256th page filled. */
+/* Fill every 256th page of memory that is zero. */
+static void fill_pages(char *memory, size_t bytes)
+{
+    for (size_t at = 0; at < bytes; at += SPARSE)
+        memset(memory + at, 1 + (int)(at / SPARSE % 255), 4096);
+}
+
+/* Map so many MiB as the driver, which asks for some bytes less, or as the program, and fill them. */
 static void map(const char *who, size_t mib)
 {
     size_t bytes = mib << 20;
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
     char *memory = strcmp(who, "driver") == 0 ? DRIVER(void *, double_map, size_t)(bytes - 1000)
                                               : mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
-    for (size_t at = 0; at < bytes; at += SPARSE)
-        memset(memory + at, 1 + (int)(at / SPARSE % 255), 4096);
+    fill_pages(memory, bytes);
     printf("%p\n", (void *)memory);
+}
+
+/* Map so many MiB of a file of ones there, filled as the others; or nothing that can be read. */
+static void replace(void *memory, size_t mib, const char *by)
+{
+    size_t bytes = mib << 20;
+    if (strcmp(by, "nothing") == 0) {
+        void *mapped = mmap(memory, bytes, PROT_NONE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        printf("%p\n", mapped);
+        return;
+    }
+    int file = memfd_create("ones", MFD_CLOEXEC);
+    char *ones = malloc(bytes);
+    memset(ones, 0xff, bytes);
+    bool written = write(file, ones, bytes) == (ssize_t)bytes;
+    free(ones);
+    char *mapped = mmap(memory, bytes, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE, file, 0);
+    close(file);
+    memset(mapped, 0, bytes);
+    fill_pages(mapped, bytes);
+    printf("%p\n", written ? (void *)mapped : NULL);
 }
 
 /* The bytes of that memory which are not what they were. */
@@ -420,6 +447,8 @@ static void perform(char *line)
         map(name, number);
     else if (strcmp(line, "changed") == 0 && sscanf(words, "%p %zu", &memory, &number) == 2)
         printf("%zu\n", bytes_changed(memory, number));
+    else if (strcmp(line, "replace") == 0 && sscanf(words, "%p %zu %63s", &memory, &number, name) == 3)
+        replace(memory, number, name);
     else if (strcmp(line, "unmap") == 0 && sscanf(words, "%p %zu", &memory, &number) == 2)
         printf("%d\n", munmap(memory, number << 20));
     else if (strcmp(line, "alloc") == 0)

@@ -37,7 +37,7 @@ async def subject_of(request, directory, base, code="", **traits):
 @pytest.fixture
 async def subject(request, tmp_path, runtime_base, criu_binary):
     """A running kernel in which ``x`` is 41."""
-    async with subject_of(request, tmp_path, runtime_base, drain_timeout=1.0) as subject:
+    async with subject_of(request, tmp_path, runtime_base, drain_timeout=5.0) as subject:
         yield subject
 
 
@@ -45,7 +45,7 @@ async def subject(request, tmp_path, runtime_base, criu_binary):
 async def heavy(request, tmp_path, runtime_base, criu_binary):
     """The same with 400 MB in it, so that CRIU can be met in the middle of its work."""
     ballast = "ballast = bytearray(b'x') * 400_000_000"
-    async with subject_of(request, tmp_path, runtime_base, ballast, drain_timeout=1.0) as subject:
+    async with subject_of(request, tmp_path, runtime_base, ballast, drain_timeout=5.0) as subject:
         yield subject
 
 

@@ -70,7 +70,7 @@ def well():
 
 
 @alone_and_with_family("heavy")
-@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=pytest.mark.torture)])
 async def test_criu_killed_at_any_moment_of_a_dump(heavy, kills):
     """From before CRIU has touched the kernel to the last page: it runs on, and each of its threads."""
     await heavy.run(THREADS)

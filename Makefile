@@ -18,17 +18,21 @@ FRONT := labextension
 FRONT_VENV ?= $(VENV)
 FRONT_SOURCES := $(shell find $(FRONT)/src $(FRONT)/style $(FRONT)/schema $(FRONT)/package.json $(FRONT)/yarn.lock)
 
-.PHONY: demo test test-fast test-hub lint labextension linked front-end-test front-end-checked wheel release docs bench scale compatibility torture guide gpu-bundle gpu-check clean
+.PHONY: demo test test-needs test-fast test-hub lint labextension linked front-end-test front-end-checked wheel release docs bench scale compatibility torture guide gpu-bundle gpu-check clean
 
 demo: $(VENV)/ready
 	$(BIN)/jupyter gpu-ckpt demo
 
-test: lint labextension front-end-test $(VENV)/ready
+# What the tests need is downloaded while the sources are checked and the front end is built.
+test: $(VENV)/ready
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target test-needs lint front-end-test
+	$(BIN)/python -m pytest -m "not torture" --numprocesses=$(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+test-needs: $(VENV)/ready
 	scripts/install-chromium
 	scripts/install-proxy $(VENV)/proxy
 	scripts/install-slurm
 	scripts/install-kernels $(VENV)
-	$(BIN)/python -m pytest -m "not torture" --numprocesses=$(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 # No CRIU, browser, hub or cluster: for the minutes between two edits.
 test-fast: $(VENV)/ready
@@ -104,7 +108,7 @@ bench: $(VENV)/ready
 
 # Simulates 1,000 users on 64 GPUs and writes docs/scale.md anew; an hour.  ONLY=sharing: its part about shared GPUs.
 scale: $(VENV)/ready
-	$(BIN)/python -m pip install --quiet --editable '.[scale]'
+	$(BIN)/python -m pip install --quiet --editable '.[scale]' --config-settings editable_mode=compat
 	$(BIN)/python scripts/scale $(if $(ONLY),--only $(ONLY))
 
 # Tries frameworks and habits in real kernels and writes docs/compatibility.md anew; an hour on two cores.  Rows that need a

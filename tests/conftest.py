@@ -58,7 +58,8 @@ class FailuresAtOnce:
             reporter.write_line(str(report.longrepr)[-1500:])
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config, items):
     """Mark what `make test-fast` leaves out: tests that dump with CRIU, and those of folders that start servers.
 
     The longest come first, then the slow ones, so that several processes end at about the same time.
@@ -74,6 +75,10 @@ def pytest_collection_modifyitems(items):
         )
     )
     sweeps.mark_rest(items)
+    yield
+    if rest := sweeps.rest_of_files(items):  # of what -k and -m have chosen
+        config.hook.pytest_deselected(items=rest)
+        items[:] = [item for item in items if item not in rest]
 
 
 def _top(item) -> str:

@@ -116,7 +116,7 @@ def test_no_paragraph_is_longer_than_a_reader_follows():
 
 #: For whom pages are, how many pages at most, and how many words outside tables, blocks and what scripts write. The
 #: runbook is not read but looked up: its words are not counted.
-READERS = {"users": (10, 6000), "administrators": (8, 5000), "engineers": (6, 7500)}
+READERS = {"users": (10, 6200), "administrators": (8, 5200), "engineers": (6, 7500)}
 
 
 def _listed(section: str) -> list[tuple[str, str]]:

@@ -35,8 +35,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(HANGS + 60)]
 root_only = pytest.mark.skipif(not ROOT, reason="this run is an ordinary user's already: all of it is the proof")
 
 
-#: Of tests whose cases root runs, too, this user runs a third of each in `make test`, and all in `make torture`.
-CASES = pytest.mark.parametrize("cases", [pytest.param(1 / 3, id="some"), pytest.param(1, marks=pytest.mark.torture)])
+#: Of the tests that root runs, too, this user runs a third in each file in `make test`, and all in `make torture`.
+PARTS = pytest.mark.parametrize("part", [pytest.param(1 / 3, id="some"), pytest.param(1, marks=pytest.mark.torture)])
 
 
 class Nobody:
@@ -49,10 +49,10 @@ class Nobody:
         self._criu = criu
         self._groups = ["--groups", ",".join(map(str, groups))] if groups else ["--clear-groups"]
 
-    def run(self, argv: Sequence[str], *, timeout: float, cases: float = 1) -> str:
+    def run(self, argv: Sequence[str], *, timeout: float, part: float = 1) -> str:
         """Its standard output.  Fails the test with what it said when it does not end well.
 
-        ``cases``: the part of the cases of each test that is run (`sweeps.CASES`).
+        ``part``: the part of the chosen tests that is run (`sweeps.PART_OF_FILES`).
         """
         drop = ["setpriv", f"--reuid={UID}", f"--regid={UID}", *self._groups, "--no-new-privs", "--bounding-set=-all"]
         drop += ["--inh-caps=-all", "--"]
@@ -64,7 +64,7 @@ class Nobody:
             "PYTHONDONTWRITEBYTECODE": "1",
             VARIABLE: self._criu,
             sweeps.SEED: os.environ[sweeps.SEED],
-            sweeps.CASES: str(cases),
+            sweeps.PART_OF_FILES: str(part),
         }
         commands = opened(needed(), self._stage)
         script = f"set -e\n{commands}\ncd {shlex.quote(str(REPOSITORY))}\nexec {shlex.join([*drop, *argv])}"
@@ -93,7 +93,7 @@ class Nobody:
         while _uids(pid) != (UID,) * 4:
             if over.wait(0.002):
                 return
-        while not over.wait(0.01):
+        while not over.wait(0.05):
             self.seen |= {uids for process in (pid, *descendants(pid)) if (uids := _uids(process))}
 
 
@@ -132,19 +132,20 @@ def pytest_of(*tests: str) -> list[str]:
     return [sys.executable, "-m", "pytest", *options, *tests]
 
 
-def chosen(cases: float) -> list[str]:
-    """The option for a part of the cases, or for all, those of torture runs among them."""
-    return ["-m", "not torture"] if cases < 1 else []
+def chosen(part: float) -> list[str]:
+    """The option for a part of the tests, or for all, those of torture runs among them."""
+    return ["-m", "not torture"] if part < 1 else []
 
 
 @root_only
-@CASES
-def test_the_core_of_the_suite_as_an_ordinary_user(place, criu, cases):
+@PARTS
+def test_the_core_of_the_suite_as_an_ordinary_user(place, criu, part):
     nobody = Nobody(place, criu)
     engine = ["tests/capsule/test_capsule.py", "tests/criu/test_criu.py", "tests/capsule/test_criu_guard.py"]
     engine += [f"tests/process/test_{name}.py" for name in ("process_state", "proven_state", "inherited_filters")]
-    tests = pytest_of("tests/lifecycle/test_cycle.py", *engine, "tests/test_rootless.py", "-m", "not torture")
-    said = nobody.run(tests, timeout=HANGS, cases=cases)
+    engine.append(f"{Path(__file__)}::{test_an_ordinary_users_capsule_maps_that_user_alone.__name__}")
+    tests = pytest_of("tests/lifecycle/test_cycle.py", *engine, "-m", "not torture")
+    said = nobody.run(tests, timeout=HANGS, part=part)
     assert " passed" in said
     assert " failed" not in said
     assert nobody.seen == {(UID,) * 4}, "some process had another user's id"
@@ -177,11 +178,11 @@ def test_the_faults_of_criu_as_an_ordinary_user(place, criu, chosen):
 
 
 @root_only
-@CASES
-def test_the_faults_of_children_as_an_ordinary_user(place, criu, cases):
+@PARTS
+def test_the_faults_of_children_as_an_ordinary_user(place, criu, part):
     nobody = Nobody(place, criu)
-    tests = ["tests/faults/test_families.py", "tests/faults/test_steps.py", "-k", "family", *chosen(cases)]
-    nobody.run(pytest_of(*tests), timeout=2 * HANGS, cases=cases)
+    tests = ["tests/faults/test_families.py", "tests/faults/test_steps.py", "-k", "family", *chosen(part)]
+    nobody.run(pytest_of(*tests), timeout=2 * HANGS, part=part)
     assert nobody.seen == {(UID,) * 4}
 
 
@@ -204,48 +205,50 @@ def test_a_server_that_is_killed_during_a_save_or_on_the_way_back_as_an_ordinary
 
 
 @root_only
-def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
+@PARTS
+def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu, part):
     """The group of terminals is none of this user's, and its trackers are no children of ours."""
     nobody = Nobody(place, criu)
     chosen = "a_pair or data or master or half or session or refused or taken_back or awake or restarted or gone"
     tests = ["tests/capsule/test_terminals.py", "tests/lifecycle/test_ended_kernels.py"]
-    nobody.run(pytest_of(*tests, "-k", chosen, "-m", "not torture"), timeout=HANGS)
+    nobody.run(pytest_of(*tests, "-k", chosen, "-m", "not torture"), timeout=HANGS, part=part)
     assert nobody.seen == {(UID,) * 4}
 
 
 @root_only
-def test_limits_as_an_ordinary_user(place, criu):
+@PARTS
+def test_limits_as_an_ordinary_user(place, criu, part):
     """Root's threads are not counted, and its hard limits can be raised."""
     nobody = Nobody(place, criu)
     tests = ["tests/agent/test_limits.py", "tests/process/test_descriptors.py"]
     tests += [f"tests/faults/test_{name}.py" for name in ("no_descriptors", "open_files", "long_names")]
-    said = nobody.run(pytest_of(*tests), timeout=HANGS)
+    said = nobody.run(pytest_of(*tests, *chosen(part)), timeout=HANGS, part=part)
     assert " skipped" not in said
-    words = "opened_all or no_more_threads"
-    nobody.run(pytest_of("tests/kernel/test_orphans.py", "tests/agent/test_widgets.py", "-k", words), timeout=HANGS)
+    tests, words = ["tests/kernel/test_orphans.py", "tests/agent/test_widgets.py"], "opened_all or no_more_threads"
+    nobody.run(pytest_of(*tests, "-k", words, *chosen(part)), timeout=HANGS, part=part)
     assert nobody.seen == {(UID,) * 4}
 
 
 @root_only
-@CASES
-def test_forked_workers_as_an_ordinary_user(place, criu, cases):
+@PARTS
+def test_forked_workers_as_an_ordinary_user(place, criu, part):
     """An ordinary user cannot see which page frames processes share; what becomes of these is the same for all."""
-    nobody, options = Nobody(place, criu), chosen(cases)
-    if cases < 1:
+    nobody, options = Nobody(place, criu), chosen(part)
+    if part < 1:
         options += ["-k", "image_is or since or forks_of or reserved or killed or encrypted or quota"]
-    said = nobody.run(pytest_of("tests/lifecycle/test_forked_workers.py", *options), timeout=HANGS, cases=cases)
+    said = nobody.run(pytest_of("tests/lifecycle/test_forked_workers.py", *options), timeout=HANGS, part=part)
     assert " skipped" not in said
     assert nobody.seen == {(UID,) * 4}
 
 
 @root_only
-@CASES
-def test_connections_and_watched_files_as_an_ordinary_user(place, criu, cases):
+@PARTS
+def test_connections_and_watched_files_as_an_ordinary_user(place, criu, part):
     """Without the right to repair a connection, and to open a file by its handle."""
     nobody = Nobody(place, criu)
     tests = [f"tests/process/test_{name}.py" for name in ("connections", "socket_options", "file_names")]
     tests.append("tests/capsule/test_watched_files.py")
-    nobody.run(pytest_of(*tests, "-m", "not torture"), timeout=HANGS, cases=cases)
+    nobody.run(pytest_of(*tests, "-m", "not torture"), timeout=HANGS, part=part)
     tests = ["tests/process/test_device_files.py", "tests/lifecycle/test_cuda_children.py"]
     nobody.run(
         pytest_of(*tests, "-k", "device_files or inherited or forked or forks_while or files_noted"), timeout=HANGS
@@ -254,48 +257,51 @@ def test_connections_and_watched_files_as_an_ordinary_user(place, criu, cases):
 
 
 @root_only
-@CASES
-def test_databases_and_changed_files_as_an_ordinary_user(place, criu, cases):
+@PARTS
+def test_databases_and_changed_files_as_an_ordinary_user(place, criu, part):
     """The log and the index of a database are made by the capsule's init, in the user's namespace."""
     nobody = Nobody(place, criu)
     tests = ["tests/process/test_sqlite_wal.py", "tests/faults/test_shared_databases.py"]
     tests += ["tests/faults/test_replaced_files.py"]
     words = "sqlite_wal or random or visit or in_a_transaction or has_the_database or nowhere_else or large"
-    said = nobody.run(pytest_of(*tests, "-k", words, *chosen(cases)), timeout=2 * HANGS, cases=cases)
+    said = nobody.run(pytest_of(*tests, "-k", words, *chosen(part)), timeout=2 * HANGS, part=part)
     assert " passed" in said
     assert nobody.seen == {(UID,) * 4}
 
 
 @root_only
-def test_the_launch_gate_as_an_ordinary_user(place, criu):
+@PARTS
+def test_the_launch_gate_as_an_ordinary_user(place, criu, part):
     nobody = Nobody(place, criu)
-    chosen = "waits or seen_soon or not_lock or next_owner"
+    chosen = "waits or is_seen or not_lock or next_owner"
     tests = pytest_of("tests/cuda/native/test_launch_gate_lifecycle.py", "-k", chosen)
-    assert " passed" in nobody.run(tests, timeout=HANGS)
+    assert " passed" in nobody.run(tests, timeout=HANGS, part=part)
     assert nobody.seen == {(UID,) * 4}
 
 
 @root_only
-@CASES
-def test_frozen_kernels_as_an_ordinary_user(place, criu, cases):
+@PARTS
+def test_frozen_kernels_as_an_ordinary_user(place, criu, part):
     """The init stops threads of its own user's processes, without a right over any other."""
     nobody = Nobody(place, criu)
     words = "disk or signals or fails_leaves or next_owner or next_server or cannot_be_frozen or end_of or at_once"
     tests = [f"tests/cuda/native/test_suspended_{part}.py" for part in ("calls", "notebook")]
     tests += ["tests/process/test_freezer.py::test_threads_that_could_call_the_driver_are_frozen_and_libzmq_s_serve_on"]
-    options = ["-k", f"{words} or could_call", *chosen(cases)]
-    said = nobody.run(pytest_of(*tests, *options), timeout=HANGS, cases=cases)
+    options = ["-k", f"{words} or could_call", *chosen(part)]
+    said = nobody.run(pytest_of(*tests, *options), timeout=HANGS, part=part)
     assert " passed" in said
     assert " skipped" not in said
     assert nobody.seen == {(UID,) * 4}
 
 
 @root_only
-def test_what_has_lost_its_parent_as_an_ordinary_user(place, criu):
+@PARTS
+def test_what_has_lost_its_parent_as_an_ordinary_user(place, criu, part):
     """The init traces CRIU, which has more rights than the user, and the process that CRIU restores first."""
     nobody = Nobody(place, criu)
     tests = ["tests/capsule/test_root_process.py", "tests/faults/test_leaving.py"]
-    nobody.run(pytest_of(*tests, "-k", "root_process or lost_its_parent"), timeout=HANGS)
+    words = "root_process or lost_its_parent"
+    nobody.run(pytest_of(*tests, "-k", words, *chosen(part)), timeout=HANGS, part=part)
     assert nobody.seen == {(UID,) * 4}
 
 

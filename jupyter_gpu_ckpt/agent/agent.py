@@ -3,12 +3,14 @@
 Loaded by launch.py as ``_jupyter_gpu_ckpt_agent`` (with this folder as its package) into whatever environment the
 kernel runs in: standard library and IPython/ipykernel only, Python >= 3.8, ipykernel >= 6.
 
-It handles four requests on the shell channel, so on the kernel's main thread and between cells.  Each reply has
+It handles five requests on the shell channel, so on the kernel's main thread and between cells.  Each reply has
 ``status``: ``ok`` with ``report``, or ``error`` with ``ename``, ``evalue``, ``traceback``, and ``lacking``: what the
 kernel has too little of (threads, descriptors, memory), if that is why.
 
 ``gpu_ckpt_report_request``  {}
     Return the report of preflight; changes nothing.
+``gpu_ckpt_summary_request``  {}
+    Return the summary of the variables (`summary`), to be compared with that of a save point; changes nothing.
 ``gpu_ckpt_quiesce_request``  {"trim": true, "files": true, "summary": false}
     Flush all output.  ``trim``: release the variables that ``%gpu_checkpoint --drop`` named (for good, also if the
     checkpoint fails), collect garbage and free the caches of GPU libraries.  ``files``: close or replace what CRIU
@@ -72,6 +74,7 @@ class Agent:
         self.on_thaw: list[Callable[[], None]] = []
         self._verbs: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "report": self.report,
+            "summary": lambda content: summary.summary(self._shell),
             "quiesce": self.quiesce,
             "thaw": self.thaw,
             "identity": self.become_another,
@@ -173,7 +176,9 @@ class Agent:
             probes.probe(errors, "flush", self._flush, None)
             if content.get("trim", True):
                 probes.probe(errors, "release", self.magics.release, 0)
-                probes.probe(errors, "gc", gc.collect, None)
+                # For a save point the kernel waits only for what may have become garbage lately, or has device memory.
+                youngest = 1 if content.get("summary") and not gpu_memory.loaded() else 2
+                probes.probe(errors, "gc", lambda: gc.collect(youngest), None)
                 # This fails after an error of CUDA; the driver may be able to suspend the process all the same.
                 trimmed = probes.probe(errors, "trim", gpu_memory.trim, 0)
             if content.get("files", True):

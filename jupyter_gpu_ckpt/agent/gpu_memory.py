@@ -22,10 +22,15 @@ def report() -> dict[str, Any]:
     driver = _driver()
     devices = [_device(driver, index) for index in _active_devices(driver)]
     return {
-        "modules": [name for name in _LIBRARIES if name in sys.modules],
+        "modules": loaded(),
         "initialized": driver is not None or _torch() is not None,
         "devices": devices,
     }
+
+
+def loaded() -> list[str]:
+    """Return the GPU libraries that are loaded."""
+    return [name for name in _LIBRARIES if name in sys.modules]
 
 
 def trim() -> int:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
-from . import gpu_memory, probes, tensors
+from . import gpu_memory, probes, summary, tensors
 from .messages import show
 from .server_channel import RequestRefused, ServerChannel, limits_explained
 from .tensors import human
@@ -76,6 +76,8 @@ def _checkpoint_parser() -> Parser:
     files = "with --back: changed files as then or as they are now, for all or by PATH=then PATH=now"
     parser.add_argument("--files", nargs="+", metavar="CHOICE", help=files)
     parser.add_argument("--saves", action="store_true", help="the save points of this kernel")
+    compare = "variables that differ since a save point, or from the first to the second"
+    parser.add_argument("--compare", nargs="+", metavar="NAME", help=compare)
     parser.add_argument("--delete", metavar="NAME", help="delete a save point")
     parser.add_argument("--keep", nargs="+", metavar="VARS", help="save these device tensors, release all others")
     parser.add_argument("--drop", nargs="+", metavar="VARS", help="release these variables instead of saving them")
@@ -135,10 +137,10 @@ class GpuMagics:
     def gpu_checkpoint(self, line: str) -> None:
         """Called from IPython with the rest of the line."""
         options = PARSERS["gpu_checkpoint"].parse(line)
-        alone = ("help", "status", "list", "protect", "save", "back", "saves", "delete")
+        alone = ("help", "status", "list", "protect", "save", "back", "saves", "compare", "delete")
         chosen = [name for name in alone if getattr(options, name)]
         if len(chosen) > 1 or (chosen and (options.suspend or options.keep or options.drop)):
-            raise UsageError("Use --help, --status, --list, --protect, --save, --back, --saves and --delete alone.")
+            raise UsageError(f"Use {', '.join(f'--{name}' for name in alone[:-1])} and --{alone[-1]} alone.")
         if options.files and not options.back:
             raise UsageError("--files goes with --back.")
         if options.help:
@@ -161,6 +163,8 @@ class GpuMagics:
                 self._back(options.back, options.files)
             elif options.saves:
                 self._list_saves()
+            elif options.compare:
+                self._compare(options.compare)
             elif options.delete:
                 freed = self._server.request("delete", name=options.delete)["bytes"]
                 print(f"Deleted {options.delete}, {human(freed)}.")
@@ -300,6 +304,13 @@ class GpuMagics:
         heads = ("save point", "made", "cell", "size", "of it GPU", "largest variables", "")
         show(columns(heads, rows) if rows else "This kernel has no save points.")
 
+    def _compare(self, names: list[str]) -> None:
+        if len(names) > 2:
+            raise UsageError("--compare is for one or two save points.")
+        present = summary.summary(self.shell) if len(names) == 1 else None
+        found = self._server.request("compare", names=names, present=present)
+        show(comparison_text(found, names))
+
     def _protect(self, text: str) -> None:
         until = self._server.request("protect", seconds=seconds_in(text))["protected_until"]
         if until is None:
@@ -329,7 +340,7 @@ class GpuMagics:
         if not event.symbol.startswith("-") and options:
             if options[-1] in ("--keep", "--drop"):
                 return sorted(set(tensors.by_variable(self.shell.user_ns)) - {"Out"})
-            if options[-1] in ("--back", "--delete"):
+            if options[-1] in ("--back", "--delete", "--compare"):
                 return [shlex.quote(point["name"]) for point in self._server.request("saves")["saves"]]
             if options[-1] == "--files":
                 return ["then", "now"]
@@ -380,6 +391,29 @@ def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     sides = [*"<" * (len(heads) - 1), ">" if heads[-1] == "bytes" else "<"]
     layout = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths))  # noqa: B905
     return "\n".join(layout.format(*row).rstrip() for row in table)
+
+
+def comparison_text(found: dict[str, Any], names: Sequence[str]) -> str:
+    """Format the server's comparison of two save points, or of one with the kernel as it is now."""
+    rows = [
+        (variable["name"], kind, *(_size_of(variable[side]) for side in ("before", "after")))
+        for kind in ("changed", "added", "gone")
+        for variable in found[kind]
+    ]
+    until = f"to {names[1]!r}" if len(names) > 1 else "to now"
+    lines = [f"From {names[0]!r} {until}:"]
+    lines.append(columns(("variable", "", "before", "after"), rows) if rows else "No variable is known to differ.")
+    lines.append(f"{found['same']} are the same.")
+    if found["unknown"]:
+        names_of = ", ".join(variable["name"] for variable in found["unknown"])
+        lines.append(f"Not known, as they are large, on a GPU, or of an extension module: {names_of}.")
+    if not found["complete"]:
+        lines.append("There are more variables than a save point notes; the smallest are not compared.")
+    return "\n".join(lines)
+
+
+def _size_of(variable: dict[str, Any] | None) -> str:
+    return f"{variable['type']}, {human(variable['bytes'])}" if variable is not None else ""
 
 
 def moment(at: float) -> str:

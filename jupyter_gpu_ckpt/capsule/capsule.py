@@ -48,7 +48,7 @@ from ..errors import (
 )
 from . import root_program
 from .namespaces import UNSHIFTED, Clocks
-from .protocol import PACKET_BYTES, SOCKET, VERSION
+from .protocol import NEXT_SOCKET, PACKET_BYTES, SOCKET, VERSION
 
 #: Deadline of a request that the init answers at once, in seconds.
 ANSWER = 10.0
@@ -109,6 +109,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._name = SOCKET
         self._outer: subprocess.Popen[bytes] | None = None
         #: PID 1 of the capsule: a pidfd, and its process id here.  It ends when all other processes have ended.
         self._init_fd = -1
@@ -135,18 +136,21 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         sockets: Path | None = None,
         stdout: int | Any = None,
         stderr: int | Any = None,
+        beside: bool = False,
     ) -> Capsule:
         """Make the namespaces and wait for their init, whose socket lies in the existing 0700 ``directory``.
 
         ``offsets`` are added to the host's clocks inside: `Clocks` of the dump minus `Clocks` now.  ``known_as``: the
         path at which the kernel finds ``directory``, if it comes from a host where that was another.  ``sockets``: a
         path for a socket of the kernel; its directory is another name of ``directory``, too.  ``stdout`` and
-        ``stderr`` get the kernel's raw output, as for `subprocess.Popen`; by default the caller's own.  Raises
+        ``stderr`` get the kernel's raw output, as for `subprocess.Popen`; by default the caller's own.  ``beside``:
+        another capsule lives in the same directory, where no other owner finds this one before `replace_other`.  Raises
         `CapsuleError`, or `CapsuleGone` when its init is killed at once; nothing is left behind then.
         """
         capsule = cls(directory)
+        capsule._name = NEXT_SOCKET if beside else SOCKET
         try:
-            (directory / SOCKET).unlink(missing_ok=True)
+            (directory / capsule._name).unlink(missing_ok=True)
         except OSError as error:
             raise RuntimeDirectory(f"{directory} cannot be written: {error.strerror}.") from error
         report, reported = os.pipe()
@@ -157,6 +161,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             "known_as": str(known_as) if known_as not in (None, directory) else "",
             "sockets": str(sockets.parent) if sockets else "",
             "report": reported,
+            "socket": capsule._name,
         }
         try:
             capsule._outer = subprocess.Popen(
@@ -215,7 +220,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.settimeout(ANSWER)
-            connection.connect(f"/proc/self/fd/{directory}/{SOCKET}")
+            connection.connect(f"/proc/self/fd/{directory}/{self._name}")
         except OSError as error:
             connection.close()
             raise CapsuleGone(f"The capsule does not answer: {error}") from error
@@ -231,6 +236,13 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
                 os.close(init)
             else:
                 self._init_fd, self._init_pid = init, pid
+
+    def replace_other(self) -> None:
+        """Become the capsule of the directory, in which the other one has ended.  Raises `OSError`, `CapsuleGone`."""
+        if self._init_fd < 0 or _ready([self._init_fd], 0):
+            raise CapsuleGone("The capsule's init has ended.")
+        (self.directory / self._name).replace(self.directory / SOCKET)
+        self._name = SOCKET
 
     def outlive(self, outlive: bool = True) -> None:
         """Let the capsule and its kernel run on when the owner's connection breaks, or not."""
@@ -266,7 +278,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             with self._lock:
                 self._disconnect()
             with contextlib.suppress(OSError):  # gone already, or read-only by now: the next capsule meets it
-                (self.directory / SOCKET).unlink()
+                (self.directory / self._name).unlink()
 
     def _disconnect(self) -> None:
         if self._socket is not None:

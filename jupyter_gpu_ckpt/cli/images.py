@@ -235,7 +235,7 @@ def _require_unusable(path: Path, error: ImageFormat) -> None:
 class PruneCommand(ImageCommand):
     description = (
         "Delete images that are too many, too old or too large, the oldest first. The only copy of a sleeping kernel "
-        "is never deleted. At least one limit must be given."
+        "and the image of a template are never deleted. At least one limit must be given."
     )
     arguments = ()
     examples = """
@@ -258,8 +258,13 @@ class PruneCommand(ImageCommand):
             raise BadRequest("No limit is given.", hint="Give --keep-last, --max-age or --max-bytes.")
         if limits.keep_last is not None and limits.keep_last < 0:
             raise BadRequest("--keep-last cannot be negative.")
+        from ..kernel import templates
+
+        of_templates = {each.image for each in templates.templates()}
 
         def protected(image: Image) -> bool:
+            if image.id in of_templates:
+                return True
             try:
                 return only_copy(image, "") is not None
             except GpuCkptError:  # unknown: keep it
@@ -281,7 +286,9 @@ class PruneCommand(ImageCommand):
         for id, count in document["removed"].items():
             self.terminal.line(f"{verb} {id}, {size(count)}.")
         if not document["removed"]:
-            self.terminal.line("Nothing to delete: every image is within the limits, in use, or a kernel's only copy.")
+            self.terminal.line(
+                "Nothing to delete: every image is within the limits, in use, a template's, or a kernel's only copy."
+            )
 
 
 class KeysCommand(GpuCkptCommand):

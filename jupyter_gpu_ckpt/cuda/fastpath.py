@@ -31,6 +31,7 @@ import stat
 import struct
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,13 +89,13 @@ _C_LIBRARY = "CS_GNU_LIBC_VERSION"
 MUCH = 2 << 30
 #: Precedes what the library publishes in its memory (`published.h`).
 _MARK = b"gpu-ckpt state:\0"
-_PUBLISHED = struct.Struct("=iiiiq")
+_PUBLISHED = struct.Struct("=iiiiq16s")
 #: Bits of the launch gate's state: it is closed, and opens by itself.
 _GATE_CLOSED, _GATE_LEASED = 2, 4
 #: Says that a kernel shares GPUs (`memory_wait.c`).
 _SHARES_VARIABLE = "JUPYTER_GPU_CKPT_SHARES_GPUS"
 #: Version of the protocol on that socket (`control.c`).
-_VERSION = 3
+_VERSION = 4
 #: Seconds that the launch gate may be leased at the most.
 _LONGEST_LEASE = 86400.0
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
@@ -105,6 +106,10 @@ _WITHOUT = (
     'it has no library (linked statically, with an environment of its own, or fast_path = "kernel")',
 )
 _UNCHANGED = "the kernel's device memory is where it was, on the GPU or in host memory"
+
+
+#: Returns a directory on the disk for so many bytes of allocations, of which host memory has some; or None.
+ChooseDirectory = Callable[[int, int], Path | None]
 
 
 class _State(enum.IntEnum):
@@ -125,10 +130,11 @@ class _Published(NamedTuple):
     launch_gate: int
     touches: int
     wanted: int
+    wanted_on: bytes
 
 
 #: Of a kernel without the library.
-_NOTHING = _Published(_VERSION, _State.ON_DEVICE, 0, 0, 0)
+_NOTHING = _Published(_VERSION, _State.ON_DEVICE, 0, 0, 0, b"")
 
 
 class _Refused(Exception):
@@ -147,6 +153,7 @@ class _NoReply(_Refused):
 class Amounts:
     """Number and bytes of the allocations that the library serves; ``swapped_out``: bytes that are in host memory.
 
+    ``kept``: bytes of host memory with a copy of what is on the device, so that the next suspend moves less.
     ``managed``: number of allocations of managed memory, at least, which the library does not serve.  ``shared``:
     number of those that it serves and has given other processes a handle of (CUDA IPC).  ``touches``: number of calls
     that found the launch gate closed, since it was closed the last time.
@@ -155,6 +162,7 @@ class Amounts:
     allocations: int = 0
     bytes: int = 0
     swapped_out: int = 0
+    kept: int = 0
     managed: int = 0
     shared: int = 0
     touches: int = 0
@@ -166,10 +174,13 @@ class FastPath:
     None if that has no library, and then nothing is done.  A child's are swapped out to its own anonymous memory.  Its
     library may also be another release's, which counts as none: the kernel's own would be that, too, had an owner of
     that release swapped anything out.  A child's threads stay frozen after `swap_in`, until those of all run.
+
+    ``keep_bytes``: how much host memory the kernel's allocations may have while they are on the device.
     """
 
-    def __init__(self, capsule: Capsule, cuda: Cuda, child: int | None = None) -> None:
+    def __init__(self, capsule: Capsule, cuda: Cuda, child: int | None = None, *, keep_bytes: int = 0) -> None:
         self._capsule, self._cuda, self._child = capsule, cuda, child
+        self._keep_bytes = keep_bytes if child is None else 0
 
     @property
     def _pid(self) -> int:
@@ -232,6 +243,11 @@ class FastPath:
     def wanted(self) -> int:
         """Return the bytes of allocations that wait for free memory on a shared GPU.  As `touches`."""
         return self._published().wanted
+
+    def wanted_on(self) -> str:
+        """Return the UUID of the GPU where a new context waits for memory, "" if none does.  As `touches`."""
+        bytes = self._published().wanted_on
+        return f"GPU-{uuid.UUID(bytes=bytes)}" if any(bytes) else ""
 
     def launch_gate_is_closed(self) -> bool:
         """Return whether calls wait at the launch gate.  As `touches`."""
@@ -341,8 +357,15 @@ class FastPath:
 
     def host_memory_bytes(self) -> int:
         """Return the bytes of extents in the capsule's host memory, which no process has; 0 if the kernel has ended."""
+        return self._host_memory_bytes(swapped_out=True)
+
+    def kept_bytes(self) -> int:
+        """Return the bytes of extents that are a copy of what is on the device; 0 if the kernel has ended."""
+        return self._host_memory_bytes(swapped_out=False) if self._keep_bytes and self._has_host_memory() else 0
+
+    def _host_memory_bytes(self, *, swapped_out: bool) -> int:
         with contextlib.suppress(CudaError, CapsuleError, CapsuleGone, ProtocolVersion, OSError):
-            if self._state() is _State.IN_EXTENTS:
+            if (self._state() is _State.IN_EXTENTS) is swapped_out:
                 with self._host_memory() as memory:
                     found = os.fstatvfs(memory)
                     return (found.f_blocks - found.f_bfree) * found.f_frsize
@@ -357,14 +380,14 @@ class FastPath:
             os.close(memory)
 
     def swap_out(
-        self, *, lock_s: float, timeout_s: float, choose_directory: Callable[[int], Path | None] = lambda _: None
+        self, *, lock_s: float, timeout_s: float, choose_directory: ChooseDirectory = lambda _, __: None
     ) -> int:
         """Copy all allocations to host memory and free them.  Return the bytes moved, 0 if the library cannot.
 
         The process is ``LOCKED`` before and after.  With 0, the allocations are unchanged, and left to the driver.
-        ``choose_directory`` gets their bytes and returns a directory on a disk if host memory is too small; if it
-        raises, nothing is swapped out.  *After failure* the kernel may be unlocked, and allocations swapped out:
-        `swap_in` repairs that.
+        ``choose_directory`` gets their bytes, and those of host memory that a copy of them has already; it returns a
+        directory on a disk if host memory is too small.  If it raises, nothing is swapped out.  *After failure* the
+        kernel may be unlocked, and allocations swapped out: `swap_in` repairs that.
         """
         pid = self._pid
         try:
@@ -402,17 +425,20 @@ class FastPath:
                 self._capsule.unfreeze_threads(child=self._child)
         return self.amounts().swapped_out
 
-    def _prepare(self, choose_directory: Callable[[int], Path | None]) -> tuple[Amounts, Path | None]:
+    def _prepare(self, choose_directory: ChooseDirectory) -> tuple[Amounts, Path | None]:
         """Create the directory for a kernel's allocations, on a disk if it is returned, and freeze its threads.
 
-        Nothing is done if there are no allocations, or if they are swapped out already.
+        A copy that the library keeps stays where it is, unless host memory is too small for all.  Nothing is done if
+        there are no allocations, or if they are swapped out already.
         """
-        amounts = self.amounts()
+        amounts = self._keep(self._keep_bytes)
         if not amounts.allocations or amounts.swapped_out:
             return amounts, None
-        directory = choose_directory(amounts.bytes) if self._child is None else None
+        directory = choose_directory(amounts.bytes, amounts.kept) if self._child is None else None
+        if directory is not None:
+            self._keep(0)
         try:
-            if self._child is None:
+            if self._child is None and (directory is not None or not amounts.kept):
                 os.close(self.create_extents(directory))
         except (CapsuleError, OSError) as error:  # then the library uses anonymous memory, which CRIU dumps
             if directory is not None:
@@ -420,7 +446,15 @@ class FastPath:
         self._capsule.freeze_threads(FREEZE_SECONDS, child=self._child)
         return amounts, directory
 
-    def swap_out_frozen(self, *, timeout_s: float, choose_directory: Callable[[int], Path | None]) -> int:
+    def _keep(self, bytes: int) -> Amounts:
+        """Set how much host memory may be kept, and return the amounts then.  Raises as `amounts`."""
+        try:
+            with self._library(_REPLY_SECONDS) as library:
+                return library.request(f"keep {bytes}") if library else Amounts()
+        except _Refused as error:
+            raise CudaError(str(error), left=_UNCHANGED) from error
+
+    def swap_out_frozen(self, *, timeout_s: float, choose_directory: ChooseDirectory) -> int:
         """Swap out, as `swap_out` does, a kernel that the driver does not lock: ``RUNNING`` before and after.
 
         Frozen, its threads keep their memory from being used while it is swapped out, also when the owner goes.  The
@@ -472,11 +506,15 @@ class FastPath:
         except (CapsuleError, OSError) as error:  # the next owner could not know that the kernel is suspended
             raise _Refused("The kernel cannot be marked as frozen.") from error
 
+    def _has_host_memory(self) -> bool:
+        """Return whether the capsule's host memory is mounted: a use of it would mount it, which the kernel sees."""
+        return (self._capsule.directory / HOST_MEMORY).exists()
+
     def _continue(self) -> None:
         """Let the threads of a kernel run whose memory is on the device; a child's run later, with all others."""
         if self._child is not None:
             return
-        if (self._capsule.directory / HOST_MEMORY).exists():  # else it would be mounted now, which the kernel sees
+        if self._has_host_memory():
             with contextlib.suppress(CapsuleError, OSError), self._host_memory() as memory:
                 os.unlink(FROZEN, dir_fd=memory)
         self._capsule.unfreeze_threads(child=self._child)
@@ -593,7 +631,7 @@ class _Library:
         reply = self.exchange(verb)
         try:
             swappable = (reply["allocations"], reply["bytes"], reply["swapped_out"])
-            amounts = Amounts(*swappable, *(reply.get(name, 0) for name in ("managed", "shared", "touches")))
+            amounts = Amounts(*swappable, *(reply.get(name, 0) for name in ("kept", "managed", "shared", "touches")))
             result = reply["cuda"]
         except KeyError as error:
             raise _NoReply(f"The kernel's library for device memory did not reply to {verb!r}.") from error

@@ -493,7 +493,9 @@ class Router:
             return False
         self.state = GateState.DRAINING  # as for a cell with a request: see `_pass_agent_requests`
         self._handle_request(request)
-        self._notify(self._on_agent_request, {"verb": "save_automatically", "why": "before a risky cell"})
+        content = {"verb": "save_automatically", "why": "before a risky cell"}
+        if self._notify(self._on_agent_request, content) is not None:
+            self._release_abandoned()
         return True
 
     def _handle_request(self, request: Request) -> None:
@@ -552,15 +554,25 @@ class Router:
             self._fail_idle("the kernel is being shut down")
 
     def _wake(self, msg_type: str) -> None:
-        if not self._wake_requested:
-            self._wake_requested = True
-            self._notify(self._on_wake, msg_type)
+        if self._wake_requested:
+            return
+        self._wake_requested = True
+        if (error := self._notify(self._on_wake, msg_type)) is not None:
+            self.fail(GpuCkptError.from_exception(error))  # the next request wakes again
 
-    def _notify(self, callback: Callable[[Any], None], argument: Any) -> None:
+    def _notify(self, callback: Callable[[Any], None], argument: Any) -> Exception | None:
+        """Call a callback of the gate's owner; return, and log, the error that it raises."""
         try:
             callback(argument)
         except Exception as error:
             self._log.error("gate: a callback failed: %s", type(error).__name__, exc_info=True)
+            return error
+        return None
+
+    def _release_abandoned(self) -> None:
+        """Forward the requests that are queued for a verb which does not come."""
+        if self.state is GateState.DRAINING and self._back and not self._drain.active:
+            self.release()
 
     def _on_subscription(self, frames: list[bytes]) -> None:
         if frames[0][:1] == b"\x01":
@@ -678,10 +690,13 @@ class Router:
         contents = [content for pending in completed for content in pending.agent_requests]
         # A client that has read the reply of the cell sends the next cell at once; the kernel must be gone then, and
         # that cell must not keep it.
-        if self.state is GateState.OPEN and any(content.get("verb") in _QUEUEING_VERBS for content in contents):
+        queueing = [content for content in contents if content.get("verb") in _QUEUEING_VERBS]
+        was_open = self.state is GateState.OPEN
+        if was_open and queueing:
             self.state = GateState.DRAINING
-        for content in contents:
-            self._notify(self._on_agent_request, content)
+        failed = [content for content in contents if self._notify(self._on_agent_request, content) is not None]
+        if was_open and queueing and all(content in failed for content in queueing):
+            self._release_abandoned()
         self._settle_idle()
 
     def _fail_idle(self, reason: str) -> None:

@@ -56,19 +56,25 @@ class NewKernel:
 
 @contextlib.contextmanager
 def turn_to_restore(store: Store, image: Image) -> Iterator[None]:
-    """Wait until no other branch of the same image is restored, where CRIU makes or removes files by their names.
+    """Wait until neither the same image nor a branch of it is restored, where CRIU makes or removes files by names.
 
     The files that the restore in the body needs are there then, also if one before has removed them.  Raises
     `StoreUnwritable` after `_TIMEOUT` seconds.
     """
     source, made = str(image.manifest.branched_from.get("image", "")), links.made(image.manifest)
-    if not source or not (made or image_files.ghost_names(image.criu_directory)):
+    if not (made or image_files.ghost_names(image.criu_directory)):
         yield
         return
-    path = layout.mark(store.root / source, layout.TURN)
+    path = layout.mark(store.root / (source or image.id), layout.TURN)
     lock = FileLock(path, timeout=_TIMEOUT, mode=0o600, thread_local=False)
     with mapped_errors(store.root):
         lock.acquire()
+    if not source:
+        try:
+            yield
+        finally:
+            lock.release()
+        return
     sleeps = any(Path(name).exists() for name in made)  # the source's kernel, in the source
     try:
         links.put_back(image.manifest)

@@ -15,6 +15,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from blake3 import blake3
 
 from ..errors import ImageDamaged, MissingFile, NoSpace
 from ..files import clone
-from ..files.atomic import flush
 from .image import Image
 
 #: Shared memory is the kernel's, not a file of the user.
@@ -146,26 +146,36 @@ def differs(path: str, file: KeptFile) -> bool:
 
 
 def put_back(path: str, file: KeptFile, directory: Path) -> None:
-    """Replace the file at ``path``, atomically, by the kept one, as its owner's.  Raises `OSError`, `ImageDamaged`."""
-    target = Path(path)
+    """Replace the file at ``path``, atomically, by the kept one, as its owner's.  Raises `OSError`, `ImageDamaged`.
+
+    Another user may own its directory, and put a link in the draft's place: only its descriptor is used.
+    """
+    target, copy = Path(path), directory / file.copy
     draft = target.with_name(f".{target.name[:200]}-{secrets.token_hex(4)}")
+    made = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        clone.copy(directory / file.copy, draft, file.bytes)
-        if _hash(draft) != file.blake3:
-            raise ImageDamaged(f"The copy of {path} is not what was saved.", path=path)
-        with contextlib.suppress(PermissionError):  # only root can, who works in directories of others
-            os.chown(draft, file.owner, file.group)
-        draft.chmod(file.mode)
-        os.utime(draft, ns=(file.mtime, file.mtime))
-        flush(draft)  # else a power failure may leave a file without content
+        with open(made, "r+b", buffering=0) as content:
+            os.ftruncate(made, copy.stat().st_size)
+            clone.copy_into(copy, made, 0)
+            if _hash_of(content) != file.blake3:
+                raise ImageDamaged(f"The copy of {path} is not what was saved.", path=path)
+            with contextlib.suppress(PermissionError):  # only root can, who works in directories of others
+                os.fchown(made, file.owner, file.group)
+            os.fchmod(made, file.mode)
+            os.utime(made, ns=(file.mtime, file.mtime))
+            os.fsync(made)  # else a power failure may leave a file without content
         draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
 
 
 def _hash(path: Path) -> str:
-    hasher = blake3()
     with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            hasher.update(block)
+        return _hash_of(file)
+
+
+def _hash_of(file: FileIO) -> str:
+    hasher = blake3()
+    while block := file.read(_BLOCK):
+        hasher.update(block)
     return hasher.hexdigest()

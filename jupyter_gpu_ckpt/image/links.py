@@ -90,6 +90,16 @@ def put_back(manifest: Manifest) -> None:
                 path.hardlink_to(second)
 
 
+def set_aside(manifest: Manifest) -> dict[str, str]:
+    """Return, by name, the second links of files that do not have that name now: `put_back` would make it."""
+    found = {}
+    for path, second, inode in _consumed(manifest):
+        with contextlib.suppress(OSError):
+            if _regular(second).st_ino == inode and not (path.exists() and path.samefile(second)):
+                found[str(path)] = str(second)
+    return found
+
+
 def share(manifest: Manifest, id: str) -> None:
     """Make second links of an image's files for image ``id``, a copy of it: `put_back` of that one finds them."""
     for name in made(manifest):

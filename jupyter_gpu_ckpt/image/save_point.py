@@ -7,7 +7,7 @@ this: a server does not attach its kernel by itself, no newer image outdates it,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,13 +27,15 @@ class SavePoint:
     """The facts that make an image a save point, as its manifest has them.
 
     ``automatic``: it was made without a request, and may be thinned out.  ``cell``: the number of the last cell that
-    was run, 0 if it is not known.  ``variables``: name, type and bytes of each, as the agent found them.
+    was run, 0 if it is not known.  ``variables``: name, type, bytes and digest of each, as the agent found them;
+    ``left_out``: how many there were beside these.
     """
 
     name: str
     automatic: bool = False
     cell: int = 0
     variables: list[dict[str, Any]] = field(default_factory=list)
+    left_out: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the facts as JSON objects."""
@@ -44,13 +46,60 @@ def of_image(image: Image) -> SavePoint | None:
     """Return the save point that an image is; None for others.  Facts of other shapes are replaced by none."""
     if (facts := image.manifest.save_point) is None:
         return None
-    cell, variables = facts.get("cell"), facts.get("variables")
+    return from_summary(facts, str(facts.get("name", "")), automatic=facts.get("automatic") is True)
+
+
+def from_summary(facts: Mapping[str, Any], name: str = "", *, automatic: bool = False) -> SavePoint:
+    """Return the save point of an agent's summary.  Facts of other shapes are replaced by none."""
+    cell, variables, left_out = (facts.get(each) for each in ("cell", "variables", "left_out"))
     return SavePoint(
-        name=str(facts.get("name", "")),
-        automatic=facts.get("automatic") is True,
+        name=name,
+        automatic=automatic,
         cell=cell if isinstance(cell, int) else 0,
         variables=[each for each in variables if isinstance(each, dict)] if isinstance(variables, list) else [],
+        left_out=left_out if isinstance(left_out, int) else 0,
     )
+
+
+def compare(before: SavePoint, after: SavePoint) -> dict[str, Any]:
+    """Return which variables differ: ``added``, ``gone``, ``changed`` and ``unknown`` ones, and how many are ``same``.
+
+    Each is an object with name, and type and bytes ``before`` and ``after``.  ``complete``: false where one side has
+    more variables than are noted.
+    """
+    sides = [{str(each.get("name")): each for each in point.variables} for point in (before, after)]
+    found: dict[str, list[dict[str, Any]]] = {"added": [], "gone": [], "changed": [], "unknown": [], "same": []}
+    for name in sorted({*sides[0], *sides[1]}):
+        was, now = (side.get(name) for side in sides)
+        found[_judged(was, now, before, after)].append({"name": name, "before": _shown(was), "after": _shown(now)})
+    complete = not (before.left_out or after.left_out)
+    return {**found, "same": len(found["same"]), "complete": complete}
+
+
+def _judged(was: dict[str, Any] | None, now: dict[str, Any] | None, before: SavePoint, after: SavePoint) -> str:
+    """Return whether a variable is added, gone, changed, unknown or the same."""
+    if was is None:
+        return "unknown" if before.left_out else "added"
+    if now is None:
+        return "unknown" if after.left_out else "gone"
+    if was.get("type") != now.get("type"):
+        return "changed"
+    if "digest" in was and "digest" in now:
+        weak = was.get("weak") or now.get("weak")
+        return "changed" if was["digest"] != now["digest"] else "unknown" if weak else "same"
+    # The size of a list or dictionary is that of its memory, which may change while its elements do not.
+    return "changed" if was.get("bytes") != now.get("bytes") and was.get("type") not in _GROWING else "unknown"
+
+
+_GROWING = frozenset({"list", "dict", "set", "bytearray", "deque", "OrderedDict", "defaultdict"})
+
+
+def _shown(variable: dict[str, Any] | None) -> dict[str, Any] | None:
+    return {name: variable[name] for name in ("type", "bytes") if name in variable} if variable is not None else None
+
+
+#: Facts of a variable that are for `compare` alone.
+_PRIVATE = frozenset({"digest", "weak"})
 
 
 def described(image: Image) -> dict[str, Any]:
@@ -62,6 +111,7 @@ def described(image: Image) -> dict[str, Any]:
     assert point is not None
     return {
         **point.as_dict(),
+        "variables": [{k: v for k, v in each.items() if k not in _PRIVATE} for each in point.variables],
         "image": image.id,
         "created": manifest.created,
         "bytes": manifest.bytes,

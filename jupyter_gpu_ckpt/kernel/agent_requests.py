@@ -79,6 +79,7 @@ class AgentRequests:
             "saves": lambda: save_points(lifecycle),
             "may_save": lambda: may_save(lifecycle, str(content.get("name", ""))),
             "may_go_back": lambda: may_go_back(lifecycle, str(content.get("name", "")), content.get("files")),
+            "compare": lambda: compare(lifecycle, content.get("names"), content.get("present")),
             "delete": lambda: delete(lifecycle, str(content.get("name", ""))),
             "protect": lambda: self.protect(content.get("seconds")),
             "watch": lambda: self._watch(content.get("models"), gate),
@@ -212,6 +213,18 @@ def may_go_back(lifecycle: Lifecycle, name: str, files: Any) -> dict[str, Any]:
     if not point.archived:  # else its content is fetched first
         going_back.check(lifecycle.kernel, point, choice)
     return {}
+
+
+def compare(lifecycle: Lifecycle, names: Any, present: Any) -> dict[str, Any]:
+    """Return the variables that differ between two save points, or one and the ``present`` summary of the agent."""
+    points, kernel_id = _save_points(lifecycle), lifecycle.home.kernel_id
+    if not isinstance(names, list) or not 1 <= len(names) <= 2:
+        raise BadRequest("One or two save points are compared.")
+    before, *others = (save_point.of_image(save_point.find(points, kernel_id, str(name))) for name in names)
+    after = others[0] if others else save_point.from_summary(present if isinstance(present, dict) else {})
+    assert before is not None
+    assert after is not None
+    return save_point.compare(before, after)
 
 
 def delete(lifecycle: Lifecycle, name: str) -> dict[str, Any]:

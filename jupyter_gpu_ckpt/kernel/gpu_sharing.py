@@ -7,6 +7,7 @@ it moves the kernel to a GPU, and waits there for its turn.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import math
@@ -90,11 +91,14 @@ class GpuSharing:
         self._waits = False
         #: Calls at the launch gate whose place was given back.
         self._ignored = 0
-        self._said: tuple[int, float] | None = None
+        self._said: tuple[str, float] | None = None
         #: Bytes that an allocation wants, since when, and whether the kernel may have them; and when it was answered.
         self._wanted, self._wanted_since, self._may_have_more = 0, 0.0, False
         self._answered_at: float | None = None
         self._wanted_said = False
+        #: The GPU where a first context waits for memory, and since when it may be created there.
+        self._wanted_on = ""
+        self._admitted_at: float | None = None
         #: The GPUs of the machine at the last wait.
         self._present: Sequence[Gpu] = ()
         lifecycle.kernel.admission = self
@@ -130,7 +134,9 @@ class GpuSharing:
 
     def queue(self, uuid: str, own: Mapping[str, str]) -> dict[str, Any]:
         """Return who computes on a GPU, waits for it and is idle on it; ``own``: ids of kernels by their records."""
-        return overview(self._exchange.participants, self._exchange.decisions, uuid, own, time.monotonic())
+        now = time.monotonic()
+        shown = overview(self._exchange.participants, self._exchange.decisions, uuid, own, now)
+        return {**shown, "silent_bytes": self._exchange.silent_bytes(uuid)}
 
     def status(self) -> str:
         """Return, for people, whether the kernel computes or waits, and how many others wait for its GPUs."""
@@ -208,9 +214,12 @@ class GpuSharing:
         is_new = self._answered_at is not None and now - self._answered_at > _STILL_S
         if wanted != self._wanted or is_new:
             self._wanted, self._wanted_since, self._answered_at = wanted, now, None
+            self._wanted_on = kernel.fast_path().wanted_on() if wanted else ""
             self._wanted_said = self._may_have_more = False
             self._measured = now
             self._measure()
+            if not self.participant.on and self.participant.waiting_since is not None:
+                self._member.update(lambda p: p.cell_ended(now))  # the last wish's, of another size
         if not wanted or self._answered_at is not None:
             return
         # A verb closes and opens the gate itself; `acquire` also keeps one from beginning.
@@ -220,16 +229,37 @@ class GpuSharing:
             if self._lifecycle.state is not State.RUNNING:
                 return
             kernel.fast_path().close_launch_gate(_LEASE_S)
+            if not self.participant.on:
+                if self._admitted_to_its_first(wanted, now):
+                    self._answered_at = now
+                    kernel.fast_path().open_launch_gate()
+                return
             if self._may_have(wanted) is not self._may_have_more:
                 self._may_have_more = not self._may_have_more
                 self._measure()  # which shows others what it needs
             if self._may_have_more and kernel.engine.gpus.free(self.participant.on[0]) < wanted:
                 self._say_wanted(wanted, now)
-            elif self._may_have_more or now - self._wanted_since > _SURE_S:
+            elif self._may_have_more or now - self._wanted_since > _SURE_S or self._exceeds_its_gpu(wanted):
                 self._answered_at = now
                 kernel.fast_path().open_launch_gate()
         finally:
             kernel.lock.release()
+
+    def _admitted_to_its_first(self, wanted: int, now: float) -> bool:
+        """Return whether a kernel without a context may try to create one now: it has a turn, or can have none."""
+        if not self._may_have(wanted):
+            return now - self._wanted_since > _SURE_S
+        if self.participant.waiting_since is None:
+            self._member.update(lambda p: replace(p, gpus=(self._wanted_on,), needs=(wanted,)))
+            self._touch(now)
+            return False
+        decision = self._exchange.decision(self._member)
+        if isinstance(decision, WaitFor):
+            self._say_wanted(wanted, now)
+        if isinstance(decision, GrantTurn) and self._exchange.claim(self._member) is not None:
+            self._admitted_at = now
+            return True
+        return isinstance(decision, NeverFits)
 
     def _say_wanted(self, wanted: int, now: float) -> None:
         if now - self._wanted_since > _UNSAID_S and not self._wanted_said:
@@ -237,16 +267,26 @@ class GpuSharing:
             self._print(f"waiting for {size(wanted, 2)} more of the GPU, which others have")
 
     def _may_have(self, wanted: int) -> bool:
-        """Return whether the kernel's GPU has as much memory more, without that of other kernels that share it."""
+        """Return whether the kernel's GPU has as much memory more, without that of other kernels that share it.
+
+        Its GPU is the one where it has memory; else the one where its first context waits for it.
+        """
         mine, now = self.participant, time.monotonic()
-        if mine.residence is not Residence.PRESENT or len(mine.on) != 1:
+        on = mine.on or (self._wanted_on,)
+        if mine.residence not in (Residence.PRESENT, Residence.AWAY) or len(on) != 1:
             return False
-        gpu = next((each for each in self._lifecycle.kernel.engine.gpus.list() if each.uuid == mine.on[0]), None)
-        if gpu is None:
+        gpu = next((each for each in self._lifecycle.kernel.engine.gpus.list() if each.uuid == on[0]), None)
+        if gpu is None or self._wanted_on not in ("", gpu.uuid):
             return False
         known = [mine if each.kernel == mine.kernel else each for each in self._exchange.participants]
         outside = policy.others(gpu.uuid, gpu.total, gpu.free, known, now)
-        return mine.resident[0] + wanted <= gpu.total - outside
+        return sum(mine.resident) + wanted <= gpu.total - outside
+
+    def _exceeds_its_gpu(self, wanted: int) -> bool:
+        """Return whether the kernel's GPU would not have as much memory more without all other programs."""
+        mine = self.participant
+        totals = {gpu.uuid: gpu.total for gpu in self._lifecycle.kernel.engine.gpus.list()}
+        return len(mine.on) == 1 and mine.resident[0] + wanted > totals.get(mine.on[0], math.inf)
 
     def _more(self, needs: tuple[int, ...]) -> tuple[int, ...]:
         """Return the needs with what an allocation wants that waits for it."""
@@ -271,8 +311,11 @@ class GpuSharing:
         if self._lifecycle.state is not State.RUNNING:  # a verb has begun meanwhile
             return
         on, bytes = tuple(used), tuple(used.values())
+        if self.participant.residence is Residence.ARRIVING and self._admitted_at is not None:
+            self._arrive(bool(used))
         if not used:
-            self._member.update(lambda p: replace(p, residence=Residence.AWAY, on=(), resident=(), needs=()))
+            if self.participant.residence is not Residence.ARRIVING and not self._waits_for_its_first:
+                self._member.update(lambda p: replace(p, residence=Residence.AWAY, on=(), resident=(), needs=()))
         elif self.participant.residence in (Residence.PRESENT, Residence.AWAY):
             gpus = self._allowed(on, kernel.engine.gpus.list()) if set(on) - set(self.participant.gpus) else None
             self._member.update(
@@ -286,6 +329,22 @@ class GpuSharing:
                     gpus=p.gpus if gpus is None else gpus,
                 )
             )
+
+    @property
+    def _waits_for_its_first(self) -> bool:
+        return self.participant.residence is Residence.AWAY and self.participant.waiting_since is not None
+
+    def _arrive(self, is_there: bool) -> None:
+        """Note that the first context of a kernel that was admitted for it is there, or does not come."""
+        now = time.monotonic()
+        if is_there:
+            self._member.update(lambda p: p.arrived(now))
+        elif (self._wanted and self._answered_at is None) or now - (self._admitted_at or now) > _LEASE_S:
+            used = self._exchange.used(now)
+            self._member.update(lambda p: p.move_failed(now, used).cell_ended(now))
+        else:
+            return
+        self._admitted_at = None
 
     def _observe_off_gpu(self, now: float) -> None:
         if (self._move is not None and not self._move.done()) or now - self._failed_at < _AGAIN_S:
@@ -345,7 +404,9 @@ class GpuSharing:
         """Wait until the kernel may have ``needs`` (bytes by GPU UUID); return the GPU to use for each of these.
 
         ``elsewhere``: whether others of the same model will do.  ``more``: and for what an allocation wants.  Raises
-        `GpuFull` for what never fits, `GpuWaitCancelled` if the place was given back, and as `Cancellation.check`.
+        `GpuFull` for what never fits, and without turns also for what does not fit beside programs that do not share;
+        `GpuWaitCancelled` if the place was given back, the exchange's error where it cannot decide, and as
+        `Cancellation.check`.
         """
         self._cancelled.clear()
         home, began, self._present = tuple(needs), time.monotonic(), present
@@ -362,13 +423,17 @@ class GpuSharing:
             self._touch(began)
             while True:
                 self._check()
+                if (failure := self._exchange.failure()) is not None:
+                    raise copy.copy(failure)
                 decision = self._exchange.decision(self._member)
                 if isinstance(decision, NeverFits):
                     raise _never_fits(decision)
                 if isinstance(decision, GrantTurn) and (grant := self._exchange.claim(self._member)) is not None:
                     break
-                if isinstance(decision, WaitFor):
-                    self._say(decision, present, time.monotonic() - began)
+                waited = time.monotonic() - began
+                self._say(decision if isinstance(decision, WaitFor) else None, present, waited)
+                if not self._turns and waited > self._lifecycle.kernel.settings.reservation:
+                    self._check_available(decision)
                 self._exchange.wait(0.2)
         except BaseException:
             self._member.update(lambda p: p.cell_ended(time.monotonic()))
@@ -411,15 +476,42 @@ class GpuSharing:
                 self._ignored = kernel.fast_path().touches() if kernel.capsule is not None else 0
             raise GpuWaitCancelled("The cell does not wait for a GPU any more: it was interrupted.")
 
-    def _say(self, decision: WaitFor, present: Sequence[Gpu], waited: float) -> None:
-        """Print the place in the waiting cell: once it is worth a line, and when it changes."""
-        if waited < _UNSAID_S:
+    def _say(self, decision: WaitFor | None, present: Sequence[Gpu], waited: float) -> None:
+        """Print the place in the waiting cell: once it is worth a line, and when it changes.
+
+        Without a decision: it has a turn that it cannot begin, as while a server without sharing has the GPU's lock.
+        """
+        if waited < (_UNSAID_S if decision is not None else _SURE_S):
             return
-        if self._said is not None and self._said[0] == decision.place and waited - self._said[1] < _SAID_S:
+        gpus = decision.gpus if decision is not None else ()
+        gpu = gpus[0] if gpus else next(iter(self.participant.gpus), "")
+        text, about = "another kernel comes to it", ""
+        if decision is not None:
+            text = place_text(decision.place, None) + self._silent_text(decision)
+            about = "" if decision.seconds is None else f", about {duration(decision.seconds)}"
+        if self._said is not None and self._said[0] == text and waited - self._said[1] < _SAID_S:
             return
-        self._said = (decision.place, waited)
-        gpu = decision.gpus[0] if decision.gpus else next(iter(self.participant.gpus), "")
-        self._print(f"waiting for {_named(gpu, present)}: {place_text(decision.place, decision.seconds)}")
+        self._said = (text, waited)
+        self._print(f"waiting for {_named(gpu, present)}: {text}{about}")
+
+    def _check_available(self, decision: Any) -> None:
+        """Raise `GpuFull` if the memory is that of programs which do not share, of which nobody knows when they end."""
+        if not isinstance(decision, WaitFor) or decision.seconds is not None:
+            return
+        mine, needed = self.participant, max(self.participant.needs)
+        found = [self._exchange.available(gpu) for gpu in mine.gpus]
+        known = [bytes for bytes in found if bytes is not None]
+        if len(known) == len(found) and max(known) < needed:
+            message = f"The kernel needs {size(needed, 2)} on a GPU; the kernels that share it have "
+            message += f"{size(max(known), 2)} of it together, other programs the rest{self._silent_text(decision)}."
+            raise GpuFull(message, left="nothing was changed", needed=needed, free=max(known))
+
+    def _silent_text(self, decision: WaitFor) -> str:
+        """Return how much of the GPUs is of servers that do not answer, where nobody knows when it will be free."""
+        bytes = max((self._exchange.silent_bytes(gpu) for gpu in self.participant.gpus), default=0)
+        if decision.seconds is not None or not bytes:
+            return ""
+        return f"; {size(bytes, 2)} of it are of a server that does not answer"
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(GpuCkptError):

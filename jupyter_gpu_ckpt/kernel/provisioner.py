@@ -32,7 +32,7 @@ from ..image.encryption import Vault
 from ..image.quota import Quota
 from ..image.save_point import SavePoint, find
 from ..image.store import Image, Store
-from ..lifecycle import endings, going_back
+from ..lifecycle import endings, going_back, suspend
 from ..lifecycle.context import FilesChoice
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
@@ -180,6 +180,13 @@ class GpuCkptProvisioner(LocalProvisioner):
         "moves their device memory at the rate of the bus. `kernel`: those programs do not, for some that do not "
         "bear LD_PRELOAD. `off`: the CUDA driver moves it, which is slower, and the threads of a suspended kernel "
         "stand still; a kernel that shares device memory with other processes (CUDA IPC) needs that.",
+    ).tag(config=True)
+    host_copy_bytes = Int(
+        0,
+        min=0,
+        help="With `fast_path`: up to so many bytes of host memory keep a copy of a kernel's device memory after it "
+        "has come back to the GPU, so that its next suspend only copies what has changed. A larger kernel has none, "
+        "and it is given up when host memory becomes short. 0: none.",
     ).tag(config=True)
     keep_chunks = Bool(
         True,
@@ -340,6 +347,19 @@ class GpuCkptProvisioner(LocalProvisioner):
             raise StateError("What a branch has otherwise is known of an image only; the kernel is awake.", hint=hint)
         image = await self.branch_image(name)
         return await asyncio.to_thread(branching.plan, lifecycle.engine.store, image)
+
+    async def summary(self) -> dict[str, Any]:
+        """Return the agent's summary of the variables now, as a save point has it.
+
+        Raises `StateError` for a kernel that does not run, or has no agent, `AgentError`, `KernelBusy` while it runs a
+        cell.
+        """
+        lifecycle = self._checkpointable()
+        if lifecycle.state is not State.RUNNING or not lifecycle.home.has_agent:
+            message = f"The kernel is {lifecycle.state.value}, or has no agent: its variables are not known."
+            raise StateError(message, hint="Run a cell to wake it, or compare two save points.")
+        reply = await asyncio.to_thread(suspend.request_agent, lifecycle.kernel, "summary", {})
+        return dict(reply.get("report") or {})
 
     async def save_automatically(self, why: str) -> Image:
         """Make an automatic save point, for a reason of `automatic_saves`.  After failure the kernel is as it was."""
@@ -565,6 +585,7 @@ class GpuCkptProvisioner(LocalProvisioner):
                 archive_url=self.archive_url,
                 warm=self.warm_suspend,
                 sharing=self.gpu_sharing,
+                host_copy_bytes=self.host_copy_bytes,
                 keep_chunks=self.keep_chunks,
                 write_ahead=self.write_ahead,
                 kept_file_bytes=self.save_point_file_bytes,

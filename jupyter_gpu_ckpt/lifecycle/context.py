@@ -23,7 +23,7 @@ from ..criu.exclusive import Exclusive
 from ..cuda.cuda import Cuda
 from ..cuda.fastpath import FastPath
 from ..cuda.gpus import Gpu, Gpus
-from ..errors import CapsuleGone, CriuError, GpuCkptError, KernelLost, UnsupportedCuda
+from ..errors import CapsuleError, CapsuleGone, CriuError, GpuCkptError, KernelLost, LimitReached, UnsupportedCuda
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
@@ -33,6 +33,7 @@ from ..image.manifest import Manifest
 from ..image.save_point import SavePoint
 from ..image.store import Image, Store
 from ..trace import Trace, TracedStep
+from .capsule_ahead import CapsuleAhead
 from .plans import MachineState, State, Step
 from .settings import LifecycleSettings
 
@@ -114,6 +115,28 @@ class Home:
 
     def __post_init__(self) -> None:
         self.stdout, self.stderr = map(self._own_descriptor, (self.stdout, self.stderr))
+
+    def create_capsule(self, image: Image, *, beside: bool = False) -> Capsule:
+        """Make the capsule for the kernel of an image; its clocks continue from now on.
+
+        ``beside``: the kernel still is in another one.  Raises `CapsuleError`, `LimitReached`.
+        """
+        manifest = image.manifest
+        try:
+            return Capsule.create(
+                self.runtime_dir,
+                offsets=Clocks(manifest.monotonic, manifest.boottime) - Clocks.now(),
+                known_as=Path(manifest.runtime_dir),
+                sockets=self.sockets,
+                stdout=self.stdout,
+                stderr=self.stderr,
+                beside=beside,
+            )
+        except CapsuleError as error:
+            number = error.details.get("errno", getattr(error.__cause__, "errno", None))
+            if (limit := LimitReached.from_errno(number)) is not None:
+                raise limit from error
+            raise
 
     def _own_descriptor(self, output: Any) -> int | None:
         """Return a duplicate of a file's descriptor; None and the constants of `subprocess` as they are."""
@@ -266,6 +289,8 @@ class KernelState:
     disconnected: bool = False
     #: Whether the kernel runs cells while it has CUDA state to resume: behind its launch gate (`State.OFF_GPU`).
     serves_off_gpu: bool = False
+    #: Of a kernel that goes back: the capsule that it will be in.
+    ahead: CapsuleAhead | None = None
     #: Of a kernel that shares GPUs.
     admission: Admission | None = None
     #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).
@@ -288,6 +313,12 @@ class KernelState:
             raise CapsuleGone("The kernel has no process.")
         return self.capsule
 
+    def discard_ahead(self) -> None:
+        """End the capsule that was made for going back, if the kernel is not in it.  Never raises."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.discard()
+
     def written(self) -> int:
         """Return the bytes written of the image that is being made; 0 while none is.  From any thread."""
         if (attempt := self.attempt) is None or (draft := attempt.draft) is None:
@@ -297,7 +328,8 @@ class KernelState:
     def fast_path(self, capsule: Capsule | None = None, pid: int | None = None) -> FastPath:
         """Return the fast path of the kernel in ``capsule``, by default its own; or of process ``pid`` there."""
         capsule = capsule or self.require_capsule()
-        return FastPath(capsule, self.engine.cuda, pid if pid != capsule.host_pid else None)
+        child = pid if pid != capsule.host_pid else None
+        return FastPath(capsule, self.engine.cuda, child, keep_bytes=self.settings.host_copy_bytes)
 
     def deadline(self, bytes: int) -> float:
         """Return the seconds that CRIU or the CUDA driver may take for so many bytes."""
@@ -325,6 +357,8 @@ class Attempt:
     continues: bool = False
     #: Files that are to be replaced once this save point is there, which must keep them.
     replaced: Sequence[str] = ()
+    #: The save point that the kernel goes back to once this one is there.
+    next_image: Image | None = None
     #: The save point of the state that the kernel goes back from; None for a wake.
     present: Image | None = None
     #: The files that a kernel that goes back gets.

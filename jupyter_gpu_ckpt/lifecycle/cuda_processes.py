@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import TypeVar
 
 from .. import errors, procfs
 from ..cuda import refusals
 from ..cuda.cuda import Cuda, CudaState
-from ..cuda.fastpath import MUCH, SOCKET, Amounts
+from ..cuda.fastpath import MUCH, SOCKET, Amounts, ChooseDirectory
 from ..errors import GpuCkptError
 from .context import KernelState
 from .preflight import read_process
@@ -158,7 +157,7 @@ def remove_stale_sockets(kernel: KernelState) -> None:
 
 
 def swap_out(
-    kernel: KernelState, pids: Collection[int], *, timeout_s: float, choose_directory: Callable[[int], Path | None]
+    kernel: KernelState, pids: Collection[int], *, timeout_s: float, choose_directory: ChooseDirectory
 ) -> dict[int, int]:
     """Have the libraries of locked processes swap out their memory, at the same time; return the bytes by process.
 

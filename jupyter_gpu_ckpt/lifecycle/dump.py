@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 import os
 import random
@@ -34,6 +35,7 @@ from ..node.fingerprint import fingerprint
 from ..process import connections, descriptors, shared_memory
 from ..process.sockets import let_ports_be_rebound
 from . import cuda_processes, host_memory, preflight
+from .capsule_ahead import CapsuleAhead
 from .context import Attempt, KernelState, PartlyDone, Reason
 from .suspend import driver_checkpoint, why_not, without_sockets
 
@@ -108,7 +110,6 @@ def dump(attempt: Attempt) -> None:
     while True:
         try:
             attempt.traced.bytes = _write_image(attempt, bytes, needed)
-            attempt.manifest = _manifest(attempt)
             return
         except errors.NoSpace:  # checkpoints side by side saw the same space
             if evicted or not chunk_cache.evictable_bytes(root):
@@ -189,7 +190,7 @@ def _turn_to_dump(kernel: KernelState) -> Iterator[None]:
 
 
 def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
-    """Write the draft but for its manifest and return its bytes.  After failure it is removed and the processes run.
+    """Write the draft, compute its manifest and return its bytes.  After failure it is removed and the processes run.
 
     ``bytes``: resident; ``needed``: what the image may need.
     """
@@ -217,6 +218,7 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
             attempt.notes = _require_proven(inspection.result(), draft.criu_directory)
         _keep_files(attempt, draft)
         _require_fit(kernel)  # the parent of a process may have been killed meanwhile: then it is not in the image
+        attempt.manifest = _manifest(attempt)
         return draft.size() + attempt.dropped_bytes
     except BaseException:
         attempt.draft = None
@@ -400,6 +402,10 @@ def write_ahead(kernel: KernelState) -> None:
 def publish(attempt: Attempt) -> None:
     """Write the manifest and make the draft an image, in which the kernel will sleep."""
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
+    if attempt.next_image is not None:
+        with contextlib.suppress(RuntimeError):  # there are no more threads: it is made when it is needed
+            create = functools.partial(kernel.home.create_capsule, attempt.next_image, beside=True)
+            kernel.ahead = CapsuleAhead(attempt.next_image, create)
     kernel.image = _published(attempt, claim_pid=capsule.host_pid, keep_fd=capsule.keep_fd)
     kernel.generation = kernel.image.manifest.generation
     host_memory.discard_chunks(kernel)
@@ -467,7 +473,7 @@ def _save_point(attempt: Attempt) -> dict[str, Any] | None:
     if attempt.save_point is None:
         return None
     summary = attempt.kernel.saved.report.get("summary")
-    known = {name: summary[name] for name in ("cell", "variables") if name in summary} if summary else {}
+    known = {name: summary[name] for name in ("cell", "variables", "left_out") if name in summary} if summary else {}
     return {**attempt.save_point.as_dict(), **known}
 
 

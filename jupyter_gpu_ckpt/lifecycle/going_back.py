@@ -7,6 +7,7 @@ between, the next wake brings that state.  Files that are replaced meanwhile are
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import stat
@@ -49,7 +50,8 @@ def require_choice(files: Any) -> FilesChoice:
 def check(kernel: KernelState, point: Image, files: FilesChoice) -> list[str]:
     """Check that a kernel can go back, which is not disturbed; return the files that are to be put back.
 
-    Raises as a wake does, `FilesDiffer` for files without a choice.
+    Reads only: without the kernel's lock a dump may be under way, and a branch of the point be restored.  Raises as a
+    wake does, `FilesDiffer` for files without a choice.
     """
     engine = kernel.engine
     _require_known(point, files)
@@ -57,19 +59,25 @@ def check(kernel: KernelState, point: Image, files: FilesChoice) -> list[str]:
         message = f"To go back needs {size(needed)} in the image directory for a moment."
         raise NoSpace(message, left="the kernel runs on", needed=needed)
 
-    def compare(accept: bool) -> list[Mismatch]:
-        found = compatibility.mismatches(
-            point.manifest, engine.store, engine.gpus, engine.criu_version, accept_changed_files=accept
-        )
-        return [each for each in found if each.field not in _LATER]
-
     with point.lease(_MOMENT):
         engine.store.begin_check(point).cancel(wait_for_end=True)  # the rest is verified as it is read
-        links.put_back(point.manifest)
-        try:
-            found, then = settle(point, files, compare, insist=True)
-        finally:
-            links.keep(point.manifest)
+        aside = links.set_aside(point.manifest)
+        names = {second: path for path, second in aside.items()}
+        wanted = point.manifest.fingerprint.get("files", {})
+        fingerprint = {**point.manifest.fingerprint, "files": {aside.get(path, path): wanted[path] for path in wanted}}
+        manifest = dataclasses.replace(point.manifest, fingerprint=fingerprint)
+
+        def compare(accept: bool) -> list[Mismatch]:
+            found = compatibility.mismatches(
+                manifest, engine.store, engine.gpus, engine.criu_version, accept_changed_files=accept
+            )
+            found = [each for each in found if each.field not in _LATER]
+            return [
+                dataclasses.replace(each, what=names.get(each.what, each.what), path=names.get(each.path, each.path))
+                for each in found
+            ]
+
+        found, then = settle(point, files, compare, insist=True, aside=aside)
     require(found, point.id)
     return then
 
@@ -83,17 +91,23 @@ def _require_known(point: Image, files: FilesChoice) -> None:
 
 
 def settle(
-    image: Image, files: FilesChoice, compare: Callable[[bool], list[Mismatch]], *, insist: bool
+    image: Image,
+    files: FilesChoice,
+    compare: Callable[[bool], list[Mismatch]],
+    *,
+    insist: bool,
+    aside: Mapping[str, str] | None = None,
 ) -> tuple[list[Mismatch], list[str]]:
     """Return the mismatches that are left by a choice of files, and the files to put back.
 
     ``compare``: returns the mismatches, with changed files accepted or not.  ``insist``: raise `FilesDiffer` where the
-    choice says nothing about a file.
+    choice says nothing about a file.  ``aside``: where files are that have another name now (`links.set_aside`).
     """
+    aside = aside or {}
     kept, found = kept_files.of_image(image), compare(False)
     differing = {each.path for each in found if each.field in _FILES and each.hard}
     compared = {path: file for path, file in kept.items() if file.copy or not file.stamped}
-    differing |= {path for path, file in compared.items() if kept_files.differs(path, file)}
+    differing |= {path for path, file in compared.items() if kept_files.differs(aside.get(path, path), file)}
     then, now, open_ = [], set(), []
     for path in sorted(differing):
         can = path in kept and kept[path].kept
@@ -108,16 +122,17 @@ def settle(
     if open_ and insist:
         stuck = {each.path for each in accepting if each.field in _FILES and each.hard}
         without_copy = {path for path in open_ if (files.get(path) if isinstance(files, Mapping) else files) == THEN}
-        described = [_described(path, kept.get(path), may_stay=path not in stuck) for path in open_]
+        places = [(path, aside.get(path, path)) for path in open_]
+        described = [_described(path, at, kept.get(path), may_stay=path not in stuck) for path, at in places]
         raise _differ(described, {path: _why_not_kept(path, image, kept.get(path)) for path in sorted(without_copy)})
     settled = {*then, *now}
     left = [each for each in found if each.field not in _FILES or each.path not in settled]
     return left + [each for each in accepting if each.field in _FILES and each.path in now], then
 
 
-def _described(path: str, file: KeptFile | None, *, may_stay: bool) -> dict[str, Any]:
+def _described(path: str, at: str, file: KeptFile | None, *, may_stay: bool) -> dict[str, Any]:
     try:
-        facts = os.lstat(path)
+        facts = os.lstat(at)
         now = {"bytes": facts.st_size, "mtime": facts.st_mtime}
     except OSError:
         now = None

@@ -24,13 +24,15 @@ def device_bytes(kernel: KernelState) -> dict[str, int]:
 
 def resident(kernel: KernelState) -> int:
     """Return the bytes of host memory of the kernel's processes and of its swapped-out allocations."""
-    return by_process(kernel)[0]
+    return kernel.fast_path().host_memory_bytes() + sum(process.rss for process in _processes(kernel))
 
 
 def by_process(kernel: KernelState) -> tuple[int, list[Process]]:
-    """Return `resident`, and the processes beside the kernel's own that count in it."""
+    """Return `resident` and what is kept of allocations on the GPU, and the processes beside the kernel's own in it."""
     processes = _processes(kernel)
-    bytes = kernel.fast_path().host_memory_bytes() + sum(process.rss for process in processes)
+    fast_path = kernel.fast_path()
+    extents = fast_path.host_memory_bytes() + fast_path.kept_bytes()
+    bytes = extents + sum(process.rss for process in processes)
     return bytes, [process for process in processes if process.pid != kernel.require_capsule().host_pid]
 
 
@@ -47,14 +49,14 @@ def _processes(kernel: KernelState) -> list[Process]:
     return [process for pid in kernel.require_capsule().processes() if (process := read_process(pid))]
 
 
-def choose_directory(kernel: KernelState, capsule: Capsule, bytes: int, all: int) -> Path | None:
+def choose_directory(kernel: KernelState, capsule: Capsule, bytes: int, kept: int = 0, *, all: int) -> Path | None:
     """Return None if allocations of so many bytes fit into host memory, else a new directory on the disk for them.
 
-    ``all``: bytes of host memory that are needed, the allocations included.  Raises `NoMemory` if neither has the
-    space, or the disk must not have them unencrypted; and as `spill.begin`.
+    ``all``: bytes of host memory that are needed, the allocations included; of them it has ``kept`` already.  Raises
+    `NoMemory` if neither has the space, or the disk must not have them unencrypted; and as `spill.begin`.
     """
     store = kernel.engine.store
-    if available_memory() >= all + MARGIN:
+    if available_memory() + kept >= all + MARGIN:
         return None
     if not may_spill(kernel, bytes):
         raise _no_memory(all)

@@ -153,7 +153,8 @@ class Lifecycle:
         `SavePointNotFound`.
         """
         kernel, store = self.kernel, self.engine.store
-        with kernel.lock:
+        with kernel.lock, contextlib.ExitStack() as stack:
+            stack.callback(kernel.discard_ahead)
             point = find(store.images(), self.home.kernel_id, name)
             if self.state not in (State.RUNNING, State.DEAD):
                 self.wake()
@@ -164,7 +165,7 @@ class Lifecycle:
             before_name = going_back.automatic_name("before going back", store.images(), self.home.kernel_id)
             before = SavePoint(before_name, automatic=True)
             options: dict[str, Any] = {"save_point": before, "notebook": notebook, "replaced": then}
-            self._perform(Move.CHECKPOINT, State.CHECKPOINTED, **options)
+            self._perform(Move.CHECKPOINT, State.CHECKPOINTED, next_image=point, **options)
             present = kernel.image
             assert present is not None
             kernel.image = point

@@ -151,6 +151,7 @@ def inspect(
     disk_free: int | None,
     has_agent: bool = False,
     swapped_out: int = 0,
+    kept: int = 0,
     spillable: Callable[[], int] = int,
     over_quota: Callable[[int], GpuCkptError | None] = lambda needed: None,
     why_not: Callable[[int], str] = lambda pid: "",
@@ -160,6 +161,7 @@ def inspect(
     ``companions``: every other process of the kernel's capsule, also daemons.  ``device_bytes``: by GPU UUID.
     ``disk_free``: bytes for the image; None for a suspend, which writes none.  ``has_agent``: whether an agent ends a
     debugger that was turned off.  ``swapped_out``: bytes of device memory in host memory, and in no process.
+    ``kept``: bytes of host memory that have a copy of device memory already.
     ``spillable``: called where host memory is too small, returns the bytes of device memory that can go to the disk.
     ``over_quota``: returns why an image of so many bytes is refused, if it is.  ``why_not``: returns why one of
     the ``companions`` prevents a suspend or a checkpoint, if it does.
@@ -182,9 +184,9 @@ def inspect(
             refusals.append(errors.UnsupportedTerminal(f"The kernel's terminals could not come back: {obstacle}."))
             break
     to_host = on_device = sum(device_bytes.values())
-    if on_device and (available := available_memory()) < to_host + MARGIN:
+    if on_device and (available := available_memory() + kept) < to_host + MARGIN:
         to_host -= spillable()
-        available = available_memory()  # the kernel's library may have been freeing some, after a resume
+        available = available_memory() + kept  # the kernel's library may have been freeing some, after a resume
     if on_device and available < to_host + MARGIN:
         message = f"The kernel has {size(on_device, 2)} on the GPU; {size(available, 2)} of host memory are free."
         refusals.append(errors.NoMemory(message, needed=to_host + MARGIN, free=available))

@@ -12,15 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..capsule.capsule import Capsule
-from ..capsule.namespaces import Clocks
 from ..criu import exclusive, images, shared_pages, vmas
 from ..errors import (
-    CapsuleError,
     CapsuleGone,
     CriuError,
     ImageArchived,
     KeyUnusable,
-    LimitReached,
     MissingFile,
     NoMemory,
     RuntimeDirectory,
@@ -180,20 +177,8 @@ def _criu_restore(attempt: Attempt) -> None:
                 stale.unlink()
     except OSError as error:
         raise RuntimeDirectory(f"{home.runtime_dir} cannot be written: {error.strerror}.") from error
-    try:
-        capsule = Capsule.create(
-            home.runtime_dir,
-            offsets=Clocks(manifest.monotonic, manifest.boottime) - Clocks.now(),
-            known_as=Path(manifest.runtime_dir),
-            sockets=home.sockets,
-            stdout=home.stdout,
-            stderr=home.stderr,
-        )
-    except CapsuleError as error:
-        number = error.details.get("errno", getattr(error.__cause__, "errno", None))
-        if (limit := LimitReached.from_errno(number)) is not None:
-            raise limit from error
-        raise
+    ahead, kernel.ahead = kernel.ahead, None
+    capsule = (ahead.claim(kernel.image) if ahead is not None else None) or home.create_capsule(kernel.image)
     # Until the image is needed no more: a child may change files that it has open, and the next try would find them so.
     alone = not attempt.needs_children and _serves_clients(manifest, home)
     attempt.restoring = capsule  # from here on `terminate` ends it; if that was called before, the check notices
@@ -291,7 +276,9 @@ def _device_memory_read(attempt: Attempt, capsule: Capsule, files: Readable) -> 
         yield
         return
     needed = int(manifest.fingerprint.get("memory", 0))
-    target = None if files.encrypted else host_memory.choose_directory(kernel, capsule, manifest.swapped_bytes, needed)
+    target = None
+    if not files.encrypted:
+        target = host_memory.choose_directory(kernel, capsule, manifest.swapped_bytes, all=needed)
     extents = kernel.fast_path(capsule).create_extents(target)
     try:
         attempt.device_read = reading = device_memory.begin_read(

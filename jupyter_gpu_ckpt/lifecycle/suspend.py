@@ -47,6 +47,7 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
         device_bytes=device_bytes,
         has_agent=kernel.home.has_agent,
         swapped_out=kernel.fast_path().host_memory_bytes(),
+        kept=kernel.fast_path().kept_bytes(),
         spillable=functools.partial(_spillable, kernel),
         disk_free=_space_for_image(kernel) if writes else None,
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
@@ -286,7 +287,7 @@ def cuda_suspend(attempt: Attempt) -> None:
                         raise
                     capsule.unfreeze_threads()  # the lock alone does here, too
                     kernel.refusal = refusal
-    except (GpuCkptError, OSError) as error:
+    except BaseException as error:
         # Nobody knows how far the driver came (its helper may have ended after the work was done), and the way back
         # needs proof of free memory: so the undo of this step inspects the process and completes the way back.
         raise PartlyDone(cuda=True) from error

@@ -145,13 +145,19 @@ class Hashes:
                     self._pending[path] = facts
 
     def begin(self) -> None:
-        """Hash the files of `queue` on a thread of the lowest priority, and save the cache."""
+        """Hash the files of `queue` on a thread of the lowest priority, and save the cache.
+
+        Where the process may have no more threads, the next call does.
+        """
         with self._lock:
             if self._thread is None and (self._pending or self._unsaved):
                 # No daemon: it must not be interrupted when the interpreter ends, and `_work` ends soon then.  No
                 # executor: its threads are joined while the main thread still counts as alive (Python 3.11).
-                self._thread = threading.Thread(target=self._work, name="gpu-ckpt-hashes")
-                self._thread.start()
+                self._thread = thread = threading.Thread(target=self._work, name="gpu-ckpt-hashes")
+                try:
+                    thread.start()
+                except RuntimeError:
+                    self._thread = None
 
     def settle(self) -> None:
         """Wait until the background thread has ended."""

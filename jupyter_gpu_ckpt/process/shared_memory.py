@@ -390,7 +390,9 @@ def _read(memory: ProcessMemory, start: int, length: int) -> Iterator[bytes]:
 def _write(target: int, offset: int, chunks: Iterator[bytes]) -> None:
     for data in chunks:
         if data.strip(b"\0"):  # else it stays a hole
-            os.pwrite(target, data, offset)
+            written = 0
+            while written < len(data):  # where little space is left, Linux writes a part of it
+                written += os.pwrite(target, data[written:], offset + written)
         offset += len(data)
 
 

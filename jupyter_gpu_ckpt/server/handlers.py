@@ -14,7 +14,7 @@ from ..lifecycle.plans import State
 from ..lifecycle.preflight import require
 from . import models
 from .base_handler import METHODS, Extension, Handler
-from .save_points import BackHandler, SaveHandler, SavePointHandler, SavesHandler
+from .save_points import BackHandler, CompareHandler, SaveHandler, SavePointHandler, SavesHandler
 
 __all__ = ["HANDLERS", "METHODS", "Extension"]
 
@@ -230,6 +230,7 @@ HANDLERS: list[tuple[str, type[Handler]]] = [
     (r"gpu-ckpt/kernels/([^/]+)/back", BackHandler),
     (r"gpu-ckpt/kernels/([^/]+)/saves", SavesHandler),
     (r"gpu-ckpt/kernels/([^/]+)/saves/([^/]+)", SavePointHandler),
+    (r"gpu-ckpt/kernels/([^/]+)/saves/([^/]+)/compare", CompareHandler),
     (r"gpu-ckpt/kernels/([^/]+)/keep", KeepHandler),
     (r"gpu-ckpt/kernels/([^/]+)/branch", BranchHandler),
     (r"gpu-ckpt/drain", DrainHandler),

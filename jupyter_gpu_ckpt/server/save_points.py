@@ -126,6 +126,23 @@ class SavePointHandler(Handler):
         return save_point.find(self.app.store.images(), kernel_id, name)
 
 
+class CompareHandler(Handler):
+    """``kernels/<id>/saves/<name>/compare``: the variables that differ from another save point, or from the kernel."""
+
+    async def get(self, kernel_id: str, name: str) -> None:
+        provisioner, other = self.checkpointable(kernel_id), self.get_query_argument("to", "")
+        images = await asyncio.to_thread(self.app.store.images)
+        before, *others = (
+            save_point.of_image(save_point.find(images, kernel_id, each)) for each in (name, other) if each
+        )
+        if not others:
+            await asyncio.to_thread(lambda: require(models.requests(provisioner)))
+            others = [save_point.from_summary(await provisioner.summary())]
+        assert before is not None
+        assert others[0] is not None
+        self.reply({"from": name, "to": other or None, **save_point.compare(before, others[0])})
+
+
 def _check(provisioner: GpuCkptProvisioner, name: str, files: Any) -> None:
     """Raise what prevents a kernel from going back, as far as it shows while the kernel runs."""
     if (lifecycle := provisioner.lifecycle) is None:

@@ -39,8 +39,8 @@ from .policy import (
 POLL_S, READ_S = 0.1, 1.0
 #: Seconds in which a server has to begin what is decided for its kernel; else that is passed over for so many.
 IDLE_S, PASSED_OVER_S = 4.0, 30.0
-#: Seconds to wait for the lock of a GPU; then the claim is tried again.
-_LOCK_S = 0.5
+#: Seconds to wait for the lock of a GPU; then the claim is tried again, and after so many without the lock.
+_LOCK_S, _BLOCKED_S = 0.5, 0.8
 #: Seconds without a heartbeat after which a server takes itself for silent: sooner than others do.
 _LATE_S = SILENT_S - 0.5
 
@@ -129,22 +129,29 @@ class Exchange:
         self._thread: threading.Thread | None = None
         self._decisions, self._decided_at = Decisions(), 0.0
         self._participants: tuple[Participant, ...] = ()
+        #: Kernels whose servers are silent, and the GPUs, as far as they were read with the last decisions.
+        self._silent: tuple[Participant, ...] = ()
+        self._shared_gpus: tuple[SharedGpu, ...] = ()
         #: Since when a decision stands and is carried out by nobody; until when a kernel is passed over for that.
         self._standing: dict[tuple[str, str], float] = {}
         self._passed_over: dict[tuple[str, str], float] = {}
         #: Since when the lock of claims is another's whenever it is wanted.
         self._blocked_since: float | None = None
         self._failing = False
+        #: The error since which nothing was decided.
+        self._undecided: Exception | None = None
 
     # -- members
 
     def join(self, member: Member) -> None:
-        """Have the member's kernel take part."""
+        """Have the member's kernel take part.  Raises `RuntimeError` where the process may have no more threads."""
         with self._changed:
-            self._members[member.participant.kernel] = member
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="gpu-ckpt-sharing", daemon=True)
-                self._thread.start()
+                self._decided_at = time.monotonic()
+                thread = threading.Thread(target=self._run, name="gpu-ckpt-sharing", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._members[member.participant.kernel] = member
 
     def leave(self, member: Member) -> None:
         """End the part of a kernel.  Its memory, if it has any, is another program's for all others."""
@@ -176,6 +183,20 @@ class Exchange:
         found: list[GrantTurn | WaitFor | NeverFits] = [*decisions.grants, *decisions.refusals, *decisions.waits]
         return next((each for each in found if each.kernel == name), None)
 
+    def available(self, uuid: str) -> int | None:
+        """Return the bytes of a GPU that kernels which share can have together, None if it is not known."""
+        return next((gpu.total - gpu.others for gpu in self._shared_gpus if gpu.uuid == uuid), None)
+
+    def silent_bytes(self, uuid: str) -> int:
+        """Return how much of a GPU kernels may have whose servers do not answer: no more than other programs have."""
+        known = (pair for each in self._silent for pair in zip(each.on, each.resident, strict=True))
+        others = sum(gpu.others for gpu in self._shared_gpus if gpu.uuid == uuid)
+        return min(others, sum(bytes for on, bytes in known if on == uuid))
+
+    def failure(self) -> Exception | None:
+        """Return why nothing has been decided for so long that nobody should wait for it any more; else None."""
+        return self._undecided if time.monotonic() - self._decided_at > SILENT_S else None
+
     def used(self, now: float) -> dict[str, float]:
         """Return the seconds of all turns of all kernels until ``now``."""
         return policy.used(self._participants, now)
@@ -190,15 +211,17 @@ class Exchange:
         return any(each.kernel == member.participant.kernel for each in self._decisions.suspends)
 
     def claim(self, member: Member) -> GrantTurn | None:
-        """Begin the turn that was decided for a member, if it still is by all facts under the locks of its GPUs.
+        """Begin the turn that was decided for a member, if it still is by all facts, under the locks of its GPUs.
 
         A grant of which another server knows nothing is none: the server that has the locks reads all records again.
         Raises `OSError` and `HostError` where the directory cannot be used.
         """
         if not isinstance(grant := self.decision(member), GrantTurn):
             return None
+        # A kernel that stays where it is and needs no more gets no memory: its cells lock nothing.
+        gets_memory = grant.move or member.participant.needs != member.participant.resident
         with ExitStack() as locks:
-            if not self._locks(locks, grant.gpus):
+            if gets_memory and not self._locks(locks, grant.gpus):
                 return None
             snapshot = self._snapshot()
             grants = policy.decide(snapshot).grants
@@ -206,6 +229,8 @@ class Exchange:
             if again is None or again.move is not grant.move or not set(again.gpus) <= set(grant.gpus):
                 return None
             before = member.participant
+            if not gets_memory and before.needs != before.resident:
+                return None
             if again.move and not self._has_memory(before, again, snapshot):
                 return None
             counts = False
@@ -221,14 +246,15 @@ class Exchange:
         """Lock claims of these GPUs; return whether to go on.
 
         Nobody has such a lock for long, but a server that is stopped, or a user who wants others to wait.  So it is
-        done without after a while: the lock saves claims that would be contested, and `_is_contested` is sure.
+        done without after a while: the lock saves claims that would be contested, and `_is_contested` is sure.  The
+        while is short: a server that was stopped in the middle of a claim was waited for `SILENT_S` before that.
         """
         now = time.monotonic()
         try:
             locks.enter_context(gpu_locks.locked(self.directory, gpus, _LOCK_S, kind="claim"))
         except GpuFull:
             self._blocked_since = now if self._blocked_since is None else self._blocked_since
-            return now - self._blocked_since > SILENT_S
+            return time.monotonic() - self._blocked_since > _BLOCKED_S
         self._blocked_since = None
         return True
 
@@ -268,17 +294,21 @@ class Exchange:
     def _snapshot(self) -> NodeSnapshot:
         now = time.monotonic()
         own = {name: replace(each.participant, alive_at=now) for name, each in [*self._members.items()]}
-        read = {each.kernel: each for each in records.read(self.directory)}
+        living, silent = records.read_all(self.directory)
+        read = {each.kernel: each for each in living}
         known = sorted((read | own).values(), key=lambda each: each.kernel)
         participants = tuple(self._without_idlers(known, now))
         self._participants = participants
+        self._silent = tuple(each for each in silent if each.kernel not in own)
         wants = (each.waiting_since is not None or (each.on and each.needs != each.resident) for each in participants)
+        self._shared_gpus = ()
         if not any(wants):
             return NodeSnapshot(now, (), participants, rules=self.rules)
         gpus = tuple(
             SharedGpu(gpu.uuid, gpu.total, policy.others(gpu.uuid, gpu.total, gpu.free, participants, now))
             for gpu in self._gpus.list()
         )
+        self._shared_gpus = gpus
         allotments = self.allotments.of({each.user for each in participants})
         return NodeSnapshot(now, gpus, participants, allotments, self.rules)
 
@@ -321,6 +351,7 @@ class Exchange:
             self._poked.wait(POLL_S)
             poked = self._poked.is_set()
             self._poked.clear()
+            failure: Exception | None = None
             try:
                 now = time.monotonic()
                 failure = self._observe(now)
@@ -338,6 +369,8 @@ class Exchange:
                     trace = None if isinstance(error, GpuCkptError | OSError) else error
                     _log.warning("GPUs cannot be shared now; it is tried again: %s", error, exc_info=trace)
                 self._failing = True
+                if error is not failure:  # that one is of a single kernel, and decisions go on
+                    self._undecided = error
 
     def _observe(self, now: float) -> Exception | None:
         """Bring all members up to date and show that they live, also those beside one that fails; return why it does.
@@ -362,7 +395,7 @@ class Exchange:
         decisions = policy.decide(snapshot) if snapshot.gpus else Decisions()
         self._note_idlers(decisions, snapshot.now)
         with self._changed:
-            self._decisions, self._decided_at = decisions, snapshot.now
+            self._decisions, self._decided_at, self._undecided = decisions, snapshot.now, None
             self._changed.notify_all()
 
     def _act(self) -> None:

@@ -170,7 +170,7 @@ class Decisions:
 #: Seconds that a move which was to have ended by now may still take.
 _SOON_S = 0.05
 #: Seconds that a kernel rather waits for a GPU of its own than share one with another that computes: some swaps.
-_ALONE_S = 5.0
+ALONE_S = 5.0
 
 
 def others(gpu: str, total: int, free: int, participants: Iterable[Participant], now: float) -> int:
@@ -324,11 +324,12 @@ class _Round:
     def _factor(self, gpu: str) -> tuple[int, float]:
         """Return by how much turns on the GPU are lengthened, and since when.
 
-        They are shortened again below half the limit: turns of half the length swap twice as often.
+        They are shortened again below half the limit: turns of half the length swap twice as often.  The factor is that
+        of the last turn granted, by whichever user: one beyond the limits is none.
         """
         granted = [each for each in self.alive.values() if gpu in each.was_on and each.granted_at is not None]
         last = max(granted, key=lambda each: (each.granted_at or 0.0, each.kernel), default=None)
-        if last is None:
+        if last is None or not 1 <= last.factor <= max(1.0, self.rules.longest_turn / self.rules.turn):
             return 1, 0.0
         if self.now - last.factor_since < self.rules.swap_window:
             return last.factor, last.factor_since
@@ -451,7 +452,7 @@ class _Round:
         found = None
         if each.residence is not Residence.PRESENT:
             alone = self._earliest(queued, [gpu for gpu in allowed if not crowd[gpu]], crowd, stays)
-            found = alone if alone is not None and alone.start <= self.now + _ALONE_S else None
+            found = alone if alone is not None and alone.start <= self.now + ALONE_S else None
         found = found or self._earliest(queued, allowed, crowd, stays)
         if found is None:
             return _Planned(queued, (), math.inf, 0.0)
@@ -524,7 +525,8 @@ class _Round:
 
     def _suspends(self, planned: Sequence[_Planned]) -> tuple[SuspendFor, ...]:
         """Return the kernels that have to leave now, for those that start as soon as these have left."""
-        coming = [each for each in planned if each.start <= self._soon(each)]
+        granted = {one.queued.participant.kernel for one in planned if one.start <= self.now}
+        coming = [each for each in planned if each.start <= self._soon(each, granted)]
         room = {uuid: gpu.total - gpu.others for uuid, gpu in self.gpus.items()}
         cutting: set[str] = set()
         for one in coming:
@@ -553,9 +555,10 @@ class _Round:
                 found.append(SuspendFor(stay.kernel, LeaveReason.MEMORY if each.turn is None else LeaveReason.TURN))
         return tuple(sorted(found, key=lambda each: each.kernel))
 
-    def _soon(self, planned: _Planned) -> float:
-        """Return when the GPUs are free of all that leave them or have to leave them now."""
-        there = [stay for stay in self.stays if stay.kernel and any(gpu in stay.needs for gpu in planned.gpus)]
+    def _soon(self, planned: _Planned, granted: set[str]) -> float:
+        """Return when the GPUs are free of all that leave them or have to leave them now; ``granted`` kernels stay."""
+        others = [stay for stay in self.stays if stay.kernel and stay.kernel not in granted]
+        there = [stay for stay in others if any(gpu in stay.needs for gpu in planned.gpus)]
         cuts = planned.queued.cuts
         due = [stay.released(cuts) for stay in there if (stay.cut if cuts else stay.end) <= self.now]
         return max(due, default=self.now) if planned.gpus else -math.inf

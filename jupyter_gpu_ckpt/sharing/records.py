@@ -16,6 +16,7 @@ belongs to another boot is silent, and a step of the wall clock makes nobody sil
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -32,7 +33,7 @@ from ..cuda.gpu_locks import NAME, READ, open_directory
 from .participant import Participant, Residence, Swap, Turn
 from .policy import SILENT_S
 
-#: Records that are read of one user, and entries of the directory that are considered at all.
+#: Records that are read of one user, and entries that the directory may have.
 PER_USER, ENTRIES = 64, 8192
 #: Bytes of a record at most; seconds after which a user's own void records are deleted.
 _LONGEST, _GARBAGE_S = 131072, 60.0
@@ -66,7 +67,8 @@ class OwnRecord:
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=parent)
             try:
                 os.fchmod(descriptor, 0o644)
-                os.write(descriptor, encoded)
+                if os.write(descriptor, encoded) != len(encoded):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.utime(descriptor, ns=(now := time.monotonic_ns(), now))
                 os.rename(draft, self.name, src_dir_fd=parent, dst_dir_fd=parent)
             except BaseException:
@@ -97,27 +99,41 @@ def _beat(name: str, parent: int) -> bool:
 def read(directory: Path) -> list[Participant]:
     """Return the records of all users' servers that are not silent, by their names.  Never waits for anybody.
 
-    This user's own files of servers that have ended are deleted.  Raises `OSError` where the directory cannot be used.
+    This user's own files of servers that have ended are deleted.  Raises `OSError` where the directory cannot be used,
+    also for too many entries: of some records alone nobody may decide.
+    """
+    return read_all(directory)[0]
+
+
+def read_all(directory: Path) -> tuple[list[Participant], list[Participant]]:
+    """Return what `read` does, and the last records of servers that are silent, of whom nobody may know more.
+
+    Those are void; their kernels may still have their memory on the GPU.
     """
     found: list[Participant] = []
-    counts: Counter[int] = Counter()
+    silent: list[Participant] = []
+    counts: Counter[tuple[int, bool]] = Counter()
     parent = open_directory(directory)
     try:
         with os.scandir(parent) as entries:
-            for _, entry in zip(range(ENTRIES), entries, strict=False):
+            for number, entry in enumerate(entries):
+                if number >= ENTRIES:
+                    raise OSError(errno.EMLINK, f"more than {ENTRIES} files in {directory}")
                 if not entry.name.lstrip(".").startswith(_PREFIX):
                     continue
                 with contextlib.suppress(OSError, ValueError, RecursionError):
                     status = entry.stat(follow_symlinks=False)
                     if status.st_uid == os.geteuid() and _is_garbage(entry.name, status):
                         os.unlink(entry.name, dir_fd=parent)
-                    elif _FILE.fullmatch(entry.name) and _is_alive(status):
-                        counts[status.st_uid] += 1
-                        if counts[status.st_uid] <= PER_USER:
-                            found.append(_read(entry.name, parent))
+                    elif _FILE.fullmatch(entry.name) and _is_record(status):
+                        is_silent = _age(status) >= SILENT_S
+                        counts[status.st_uid, is_silent] += 1
+                        if counts[status.st_uid, is_silent] <= PER_USER:
+                            (silent if is_silent else found).append(_read(entry.name, parent))
     finally:
         os.close(parent)
-    return sorted(found, key=lambda participant: participant.kernel)
+    found.sort(key=lambda participant: participant.kernel)
+    return found, silent
 
 
 def claimed(directory: Path, uuid: str) -> int:
@@ -141,15 +157,16 @@ def _is_garbage(name: str, status: os.stat_result) -> bool:
     return (time.time() - status.st_ctime if name.startswith(".") else _age(status)) > _GARBAGE_S
 
 
-def _is_alive(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) and status.st_size <= _LONGEST and _age(status) < SILENT_S
+def _is_record(status: os.stat_result) -> bool:
+    """Return whether a file can be a record of this boot, be its server silent or not."""
+    return stat.S_ISREG(status.st_mode) and status.st_size <= _LONGEST and _age(status) < math.inf
 
 
 def _read(name: str, parent: int) -> Participant:
     descriptor = os.open(name, READ, dir_fd=parent)
     try:
         status = os.fstat(descriptor)  # of what was opened: another file may have the name since
-        if not _is_alive(status):
+        if not _is_record(status):
             raise ValueError("no record")
         participant = _decoded(json.loads(os.read(descriptor, _LONGEST)))
     finally:

@@ -134,6 +134,27 @@ export interface ISavePoint {
   bytes: number;
 }
 
+/** Null where there is no such variable. */
+type VariableFacts = { type: string; bytes: number } | null;
+
+export interface IComparedVariable {
+  name: string;
+  before: VariableFacts;
+  after: VariableFacts;
+}
+
+/** The variables that differ between a save point and another one, or the kernel as it is now. */
+export interface IComparison {
+  added: IComparedVariable[];
+  gone: IComparedVariable[];
+  changed: IComparedVariable[];
+  unknown: IComparedVariable[];
+  /** How many are the same. */
+  same: number;
+  /** False if one side has more variables than are noted. */
+  complete: boolean;
+}
+
 export interface IImage {
   id: string;
   kernel_id: string;
@@ -184,6 +205,8 @@ export interface ISharing {
   idle: ISharer[];
   /** By how much turns are lengthened. */
   factor: number;
+  /** Of kernels whose servers do not answer. */
+  silent_bytes: number;
 }
 
 export interface IGpu {

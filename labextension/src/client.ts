@@ -4,6 +4,7 @@ import { URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
 
 import type {
+  IComparison,
   IErrorDetail,
   IGpus,
   IImage,
@@ -83,6 +84,12 @@ export class Client {
   /** `files`: what the kernel gets of files that are not as they were. */
   back(id: string, name: string, files: 'then' | 'now' | null = null): Promise<IJob> {
     return this.send('POST', ['kernels', id, 'back'], JSON.stringify({ name, ...(files && { files }) }));
+  }
+
+  /** `to`: another save point; empty for the kernel as it is now. */
+  compare(id: string, name: string, to: string): Promise<IComparison> {
+    const query = to && `?to=${encodeURIComponent(to)}`;
+    return this.send('GET', ['kernels', id, 'saves', name, 'compare'], null, query);
   }
 
   async removeSave(id: string, name: string): Promise<void> {

@@ -165,7 +165,7 @@ export class GpuPanel extends ReactWidget {
   }
 
   /** Who has a turn, and who waits for one: others' kernels without a name. */
-  private _sharing({ computing, waiting, factor }: ISharing): React.JSX.Element | null {
+  private _sharing({ computing, waiting, factor, silent_bytes }: ISharing): React.JSX.Element | null {
     const { trans } = this.context;
     if (waiting.length === 0) {
       return null; // then there are no turns
@@ -190,6 +190,11 @@ export class GpuPanel extends ReactWidget {
         {factor > 1 && (
           <p className="jp-gpuCkpt-note">
             {trans.__('Turns are %1 times as long as usual: moves took too much of the time.', factor)}
+          </p>
+        )}
+        {silent_bytes > 0 && (
+          <p className="jp-gpuCkpt-note">
+            {trans.__('%1 belong to a server that does not answer.', bytes(silent_bytes))}
           </p>
         )}
       </div>

@@ -1,10 +1,11 @@
-/** The save points of one kernel, in the panel: listed once opened; made, gone back to and deleted. */
+/** The save points of one kernel, in the panel: listed once opened; made, gone back to, compared and deleted. */
 
 import { Dialog, InputDialog, showDialog } from '@jupyterlab/apputils';
 import * as React from 'react';
 
 import type { ISavePoint } from './api';
 import { Refused } from './client';
+import { compare } from './comparison';
 import type { IContext } from './context';
 import type { KernelModel } from './kernel';
 import type { Notifier } from './notifications';
@@ -47,6 +48,14 @@ export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IPro
                 onClick={() => void goBack(context, notifier, kernel, point.name)}
               >
                 {trans.__('Go back')}
+              </button>{' '}
+              <button
+                className="jp-gpuCkpt-link"
+                disabled={disabled && points.length < 2}
+                aria-label={trans.__('Compare %1', point.name)}
+                onClick={() => void compare({ context, kernel, point, others: points.filter(each => each !== point) })}
+              >
+                {trans.__('Compare')}
               </button>{' '}
               <button
                 className="jp-gpuCkpt-link"

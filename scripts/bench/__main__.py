@@ -29,6 +29,7 @@ SCRIPTS = (
     "gate.py",
     "launch_gate.py",
     "policy.py",
+    "sharing.py",
     "server.py",
     "remote.py",
     "gpu.py",

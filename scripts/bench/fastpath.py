@@ -49,6 +49,7 @@ import torch
 x = [torch.randint(-1 << 62, 1 << 62, (1 << 24,), device='cuda') for _ in range(8 * {gib})]  # of 128 MiB
 torch.cuda.synchronize()
 """
+TENTH = "for t in x[::10]: t += 1\ntorch.cuda.synchronize()"
 SUM = "print([int(t.sum()) for t in x[::5]])"
 #: Without preallocation JAX's own pool grows by what is asked for.
 FILL_JAX = """
@@ -62,11 +63,12 @@ jax.block_until_ready(x)
 
 @dataclass(frozen=True)
 class Kind:
-    """A kernel to measure: its provisioner's traits, its environment, and the program that fills the GPU."""
+    """A kernel to measure: its provisioner's traits, its environment, the programs that fill the GPU and change it."""
 
     traits: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
     fill: str = FILL
+    change: str = ""
     rounds: int = ROUNDS
     most: int = 1 << 30  #: GiB
 
@@ -78,6 +80,8 @@ def _library(fill: str = FILL, **environment: str) -> Kind:
 KINDS = {
     "library": _library(),
     "warm": Kind({"fast_path": "auto", "warm_suspend": True}),
+    "kept": Kind({"fast_path": "auto", "host_copy_bytes": 1 << 50}),
+    "kept-changed": Kind({"fast_path": "auto", "host_copy_bytes": 1 << 50}, change=TENTH),
     "driver": Kind({"fast_path": "off"}, rounds=DRIVER_ROUNDS, most=DRIVER_MOST),
     "async": _library(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync"),
     "async-driver": Kind(
@@ -151,9 +155,13 @@ async def tier(kernel: Any, gib: int, kind: Kind) -> dict[str, Any]:
     await kernel.run(kind.fill.format(gib=gib), timeout=120)
     total = await kernel.run(SUM, timeout=120)
     figures: dict[str, Any] = {"free": [], "back": [], "resumed": []}
+    keeps = "host_copy_bytes" in kind.traits
     held = sum(host_memory.device_bytes(kernel.lifecycle.kernel).values())
-    for _ in range(kind.rounds):
+    for turn in range(kind.rounds + bool(keeps)):
         await asyncio.sleep(1)  # what the last round gives back is not this one's
+        if kind.change:
+            await kernel.run(kind.change, timeout=120)
+            total = await kernel.run(SUM, timeout=120)
         kernel.steps.events.clear()
         began = time.time()
         await kernel.provisioner.suspend()
@@ -169,7 +177,9 @@ async def tier(kernel: Any, gib: int, kind: Kind) -> dict[str, Any]:
         figures["resumed"].append(time.time() - began)
         if await kernel.run(SUM, timeout=120) != total:
             raise AssertionError("the tensors differ")
-    figures["host_over"] = await peak(kernel) - held
+        if keeps and turn == 0:  # all was copied
+            figures |= {"free": [], "back": [], "resumed": []}
+    figures["host_over"] = 0 if keeps else await peak(kernel) - held
     await kernel.provisioner.resume()
     return figures
 

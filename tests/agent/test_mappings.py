@@ -43,7 +43,7 @@ def test_a_lock_keeps_its_state_and_works_across_threads(start: Callable[..., An
         def other():
             a.acquire(); got.append("other")
         thread = threading.Thread(target=other); thread.start()
-        a.release(); thread.join(30)
+        a.release(); thread.join(60)
         print(got, a.acquire(block=False))"""
     assert kernel.run(code) == "False 4 True\n['other'] False"
 
@@ -69,7 +69,7 @@ def test_a_thread_that_waits_on_a_lock_is_woken_later(start: Callable[..., Any])
     kernel.run(code)
     assert kernel.report("quiesce")["rehomed"] == 1
     assert (
-        kernel.run("print(turn); lock.release(); [t.join(30) for t in threads]; print(sorted(turn))") == "[]\n[0, 1, 2]"
+        kernel.run("print(turn); lock.release(); [t.join(60) for t in threads]; print(sorted(turn))") == "[]\n[0, 1, 2]"
     )
 
 

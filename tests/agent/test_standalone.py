@@ -21,6 +21,7 @@ STANDARD = {
         "errno",
         "fcntl",
         "gc",
+        "hashlib",
         "importlib",
         "logging",
         "math",

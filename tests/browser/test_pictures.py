@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from io import BytesIO
 
 import pytest
-from desktop import BADGE, NOTEBOOK, Tab, end_kernels, lab, write_notebook
+from desktop import BADGE, NOTEBOOK, end_kernels, lab, write_notebook
 from fake_gpus import CONFIG, GIB, GPU
-from PIL import Image
+from film import PAUSE, Film, for_docs
 
 from jupyter_gpu_ckpt.testing.fake_host import allocation_cell
 
-#: Milliseconds that a frame of the animation is shown, and at least between two of them.
-FRAME = 200
-#: Milliseconds that the frames at the story's turns are shown.
-PAUSE = 1800
-#: Pixels of the animation; the window has half as many again each way: all of the tool bar fits into it.
-SIZE = (800, 320)
-
-pytestmark = pytest.mark.skipif(
-    "GPU_CKPT_PICTURES" not in os.environ, reason="pictures for docs/: set GPU_CKPT_PICTURES to a directory"
-)
+pytestmark = for_docs
 
 
 @pytest.fixture(scope="module")
@@ -35,38 +24,6 @@ def jupyter(tmp_path_factory, base, chromium, criu_binary):
 def no_sessions_left(jupyter) -> Iterator[None]:
     yield
     end_kernels(jupyter)
-
-
-class Film:
-    """Screenshots that become one animation."""
-
-    def __init__(self, tab: Tab) -> None:
-        self.tab = tab
-        self.frames: list[Image.Image] = []
-        self.durations: list[int] = []
-
-    def frame(self, duration: int = FRAME) -> None:
-        shot = Image.open(BytesIO(self.tab.page.screenshot())).convert("RGB").resize(SIZE)
-        if self.frames and shot.tobytes() == self.frames[-1].tobytes():
-            self.durations[-1] += duration
-        else:
-            self.frames.append(shot)
-            self.durations.append(duration)
-
-    def until(self, selector: str, text: str) -> None:
-        """Film until an element with that text is shown."""
-        wanted = self.tab.page.locator(selector, has_text=text).first
-        for _ in range(300):
-            if wanted.is_visible():
-                return
-            self.frame()
-            self.tab.page.wait_for_timeout(FRAME)
-        raise AssertionError(f"{text!r} was never shown")
-
-    def save(self, name: str) -> None:
-        first, *rest = self.frames
-        path = self.tab.window.pictures / f"{name}.webp"
-        first.save(path, save_all=True, append_images=rest, duration=self.durations, loop=0, method=6, quality=60)
 
 
 def test_flow(desktop, jupyter):

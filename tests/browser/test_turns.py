@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from desktop import BADGE, STATUS, lab, write_notebook
 from fake_gpus import GPU, SUPPORT
+from film import PAUSE, Film, for_docs
 
 from jupyter_gpu_ckpt.testing.fake_host import allocation_cell
 
@@ -29,7 +30,7 @@ from jupyter_gpu_ckpt.sharing.policy import Rules
 from jupyter_gpu_ckpt.testing.fake_host import install
 images = Path(c.GpuCkptProvisioner.image_dir)
 install({{{GPU!r}: {100 * MIB}}}, images)
-engine.shared_exchange(engine.shared_engine(images).gpus).rules = Rules(first_turn=600.0, turn=600.0, cut=600.0)
+engine.shared_exchange(engine.shared_engine(images).gpus).rules = Rules({{rules}})
 fastpath.has_driver = lambda: True
 fastpath.preload = lambda: fastpath.Preload(Path({{library!r}}))
 os.environ["LD_LIBRARY_PATH"] = {{doubles!r}}
@@ -38,15 +39,24 @@ c.GpuCkptProvisioner.gpu_sharing = "turns"
 #: A cell that computes until the test has seen all that there is to see meanwhile, however busy the machine is.
 LONG = "import os; n = 0\nwhile not os.path.exists('enough'): n += compute(0.2)\nprint('trained', intact())"
 SHORT = 0.5
+#: Turns of which a test sees each part; and those of the animation for docs/.
+LONG_TURNS, SHORT_TURNS = "first_turn=600.0, turn=600.0, cut=600.0", "first_turn=4.0, turn=4.0, cut=1.0"
+#: Opens a notebook beside the one that is there.
+BESIDE = """
+path => window.jupyterapp.commands.execute('docmanager:open', { path, options: { mode: 'split-right' } })
+"""
 
 
-@pytest.fixture(scope="module")
-def jupyter(tmp_path_factory, base, chromium, criu_binary):
+@pytest.fixture(scope="module", params=[LONG_TURNS])
+def jupyter(request, tmp_path_factory, base, chromium, criu_binary):
     if compiler() is None:
         pytest.skip("there is no C compiler on this machine")
-    doubles = build_doubles(tmp_path_factory.mktemp("cuda"))
-    library = build(tmp_path_factory.mktemp("native"), doubles).library
-    config = CONFIG.replace("{library!r}", repr(str(library))).replace("{doubles!r}", repr(str(doubles)))
+    doubles = build_doubles()
+    library = build(doubles).library
+    found = {"library!r": repr(str(library)), "doubles!r": repr(str(doubles)), "rules": request.param}
+    config = CONFIG
+    for name, value in found.items():
+        config = config.replace(f"{{{name}}}", value)
     with lab(tmp_path_factory.mktemp("turns"), base, config=config) as running:
         yield running
 
@@ -102,6 +112,17 @@ def test_the_queue_of_a_shared_gpu_and_a_kernel_off_it(desktop, jupyter):
         assert page.locator(".jp-gpuCkpt-waking").count() == 0, "no cell waits for the kernel"
         tab.picture("turns-waiting")
 
+        def with_memory_of_a_silent_server(route):
+            response = route.fetch()
+            document = response.json()
+            for gpu in document["gpus"]:
+                gpu["sharing"]["silent_bytes"] += 5 * MIB
+            route.fulfill(response=response, json=document)
+
+        page.route("**/gpu-ckpt/gpus*", with_memory_of_a_silent_server)
+        queue.get_by_text("5.0 MiB belong to a server that does not answer.").wait_for()
+        page.unroute_all()
+
         # Then it has its turn, and the other one is off the GPU.
         (jupyter.home / "work" / "enough").touch()
         tab.wait_for_output(0, "plotted True")
@@ -112,4 +133,44 @@ def test_the_queue_of_a_shared_gpu_and_a_kernel_off_it(desktop, jupyter):
         tab.wait_for_output(0, "trained True")
         tab.wait_for_phase("off_gpu")
         tab.picture("turns-over")
+        tab.quiet()
+
+
+@for_docs
+@pytest.mark.parametrize("jupyter", [SHORT_TURNS], indirect=True)
+def test_film_of_two_notebooks_that_share_a_gpu(desktop, jupyter):
+    train = "for epoch in range(1, 9):\n    train(1.0)\n    print('epoch', epoch)\nprint('intact:', intact())"
+    score = "score(3.0)\nprint('scored, intact:', intact())"
+    with desktop.window(jupyter, width=1200, height=480) as window:
+        tab = window.tab(write_notebook(jupyter, "train.ipynb", train))
+        page = tab.page
+        tab.wait_for_phase("running")
+        jupyter.run(give_memory(jupyter, "train.ipynb", 1), "train = compute")
+        jupyter.do(kernel_of(jupyter, "train.ipynb"), "suspend")
+        page.evaluate(BESIDE, write_notebook(jupyter, "score.ipynb", "print('no GPU needed:', 6 * 7)", score))
+        right = page.locator(".jp-NotebookPanel", has_text="score(3.0)")
+        right.locator('.jp-gpuCkpt-button [data-phase="running"]').wait_for()
+        jupyter.run(give_memory(jupyter, "score.ipynb", 2), "score = compute")
+        page.locator('li[data-id="gpu-ckpt-panel"]').click()
+        page.locator("#gpu-ckpt-panel").get_by_text("68.0 MiB of 100 MiB in use").wait_for()
+        page.keyboard.press("Control+B")  # the side bar takes a third of the window
+        page.locator("#jp-left-stack").wait_for(state="hidden")
+
+        def run(panel, index):
+            panel.locator(".jp-CodeCell").nth(index).locator(".cm-content").click()
+            page.keyboard.press("Control+Enter")
+
+        film = Film(tab)
+        film.frame(PAUSE)
+        run(page.locator(".jp-NotebookPanel", has_text="train(1.0)"), 0)
+        film.until(".jp-OutputArea-output", "epoch 2")
+        run(right, 0)
+        film.until(".jp-OutputArea-output", "no GPU needed: 42")
+        film.frame(PAUSE // 2)
+        run(right, 1)
+        film.until(".jp-OutputArea-output", "scored, intact: True")
+        film.frame(PAUSE)
+        film.until(".jp-OutputArea-output", "epoch 8")
+        film.frame(2 * PAUSE)
+        film.save("turns")
         tab.quiet()

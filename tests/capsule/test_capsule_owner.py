@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -215,14 +214,13 @@ def test_an_outliving_capsule_ends_once_its_kernel_has(directory):
         Capsule.attach(directory)
 
 
-def test_closing_an_attached_capsule_ends_it(directory):
+def test_closing_an_attached_capsule_ends_it(directory, monkeypatch):
     process, pids = owner(directory, outlive=True)
     kill(process)
     capsule = Capsule.attach(directory)
     descriptors = len(os.listdir("/proc/self/fd"))
-    began = time.monotonic()
+    monkeypatch.setattr(under_test, "ANSWER", 1000)  # what were waited for in vain would end this test
     capsule.close()
-    assert time.monotonic() - began < 5
     assert alive(pids[:1]) == []
     until(lambda: alive(pids) == [])
     assert len(os.listdir("/proc/self/fd")) == descriptors - 3, "the connection and two pidfds"

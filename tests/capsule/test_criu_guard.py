@@ -409,7 +409,7 @@ def test_a_process_on_its_way_to_its_stop_is_changed_in_that_stop(tmp_path):
             threading.Timer(0.3, lambda: (tmp_path / "fifo").open("wb").close()).start()
             notes = {"threads": {str(pid): {"death_signal": int(signal.SIGUSR1)}}}
             assert reapply.reapply({str(pid): notes}) == ([], [])
-            until(lambda: procfs.stat(pid).state == "T", "it is stopped", 5)
+            until(lambda: procfs.stat(pid).state == "T", "it is stopped")
             with Injection.into(pid) as injection, injection.on_stack(bytes(8)) as address:
                 assert injection.call("prctl", _PR_GET_PDEATHSIG, address) == 0
                 assert injection.memory.read(address, 4) == struct.pack("=i", signal.SIGUSR1)

@@ -231,7 +231,7 @@ def test_the_kernels_end_is_seen_as_it_was(capsule, subject, status):
         os.kill(capsule.host_pid, -status)
     else:
         subject.order(f"os._exit({status})")
-    assert capsule.wait(20) == status
+    assert capsule.wait(60) == status
     assert capsule.poll() == status
     until(lambda: not os.path.exists(f"/proc/{root}"))
     assert not procfs.stat(pid).has_ended
@@ -244,13 +244,13 @@ def test_a_kernel_that_ends_at_once(directory, program):
     for _ in range(20):
         with Capsule.create(directory) as capsule:
             capsule.spawn(program, ENV, None)
-            assert capsule.wait(20) == {"true": 0, "false": 1, "sh": -11}[program[0]]
+            assert capsule.wait(60) == {"true": 0, "false": 1, "sh": -11}[program[0]]
 
 
 def test_a_kernel_that_is_killed_while_all_are_stopped(criu_binary, capsule, subject, directory):
     Criu(criu_binary.argv).dump(capsule, image(directory), timeout=60)
     os.kill(capsule.host_pid, signal.SIGKILL)
-    assert capsule.wait(20) == -signal.SIGKILL
+    assert capsule.wait(60) == -signal.SIGKILL
 
 
 # -- without it
@@ -294,7 +294,7 @@ def test_a_program_that_cannot_be_run(capsule, monkeypatch, tmp_path):
     sleeper(capsule)
     until(lambda: capsule.root() == capsule.host_pid)
     os.kill(capsule.host_pid, signal.SIGTERM)
-    assert capsule.wait(20) == -signal.SIGTERM
+    assert capsule.wait(60) == -signal.SIGTERM
 
 
 def test_the_program_travels_in_the_image(criu_binary, directory, monkeypatch, tmp_path):

@@ -117,7 +117,7 @@ class Owner:
         finally:
             if self.process.poll() is None:
                 self.kill()
-            self._reader.join(10)
+            self._reader.join(60)
             self.process.stdout.close()
 
 

@@ -100,6 +100,23 @@ def test_prune_keeps_the_only_copy_of_a_sleeping_kernel(store, run):
     assert list(run("prune", "--keep-last", "0")[1]["removed"]) == [sleeping.id]
 
 
+def test_prune_keeps_the_image_of_a_template(store, run, tmp_path, monkeypatch):
+    """Its kernelspec would show in every launcher, and start kernels without what they are to have."""
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+    image = publish(store, {"core-1.img": b"1"}, kernel_id="template", created=1.0)
+    other = publish(store, {"core-1.img": b"12"}, kernel_id="other", created=2.0)
+    provisioner = {"provisioner_name": "gpu-ckpt-provisioner", "config": {"template": image.id}}
+    spec = {"argv": ["python"], "display_name": "torch", "metadata": {"kernel_provisioner": provisioner}}
+    directory = tmp_path / "data" / "kernels" / "torch"
+    directory.mkdir(parents=True)
+    (directory / "kernel.json").write_text(json.dumps(spec))
+    assert list(run("prune", "--max-age", "1s")[1]["removed"]) == [other.id]
+    for limit in (["--keep-last", "0"], ["--max-bytes", "0"]):
+        assert run("prune", *limit)[1]["removed"] == {}
+    (directory / "kernel.json").unlink()
+    assert list(run("prune", "--max-age", "1s")[1]["removed"]) == [image.id]
+
+
 SESSION = {
     "kernel_id": "sleeper",
     "kernel_name": "python3",

@@ -52,7 +52,7 @@ class OurKernel(TestCase):
         channel = self.kc.iopub_channel  # type: ignore[attr-defined]
         get = channel.get_msg
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(channel, "get_msg", lambda timeout: get(timeout=max(timeout, 20)))
+            patch.setattr(channel, "get_msg", lambda timeout: get(timeout=max(timeout, 60)))
             return super().execute_helper(*arguments, **options)  # type: ignore[misc]
 
     @classmethod

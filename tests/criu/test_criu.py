@@ -95,7 +95,7 @@ def test_a_deadline_that_cannot_be_met(criu, capsule, home, seconds):
     assert hear(request, "one") == "one"
     with pytest.raises(CriuTimeout) as caught:
         criu.dump(capsule, home / "image", timeout=seconds)
-    assert caught.value.details["seconds"] < 5
+    assert caught.value.details["seconds"] < 60
     assert caught.value.details["status"] > 0, "it ended by itself"
     assert read_process(capsule.host_pid).state != "T"
     assert hear(request, "two") == "one two"

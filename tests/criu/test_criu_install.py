@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -229,9 +228,7 @@ def test_real_install_runs_and_is_small(unpacked):
 def test_second_install_finds_the_first(unpacked):
     prefix, _ = unpacked
     said: list[str] = []
-    began = time.monotonic()
     binary = install(prefix, force_unpack=True, report=said.append)
-    assert time.monotonic() - began < 1.0
     assert binary.origin == "unpacked" and "already there" in said[0]
 
 

@@ -28,7 +28,7 @@ async def subject_of(request, directory, base, code="", **traits):
         subject = await Subject.of(kernel, directory, code, family=has_family(request))
         yield subject
         subject.close()
-    await until(lambda: not alive(list(set(descendants(os.getpid())) - set(processes))), 20)
+    await until(lambda: not alive(list(set(descendants(os.getpid())) - set(processes))))
     left = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if line not in mounts]
     assert not [line for line in left if str(directory) in line or str(base) in line]
     assert not [name for name in subject.shared_memory if Path("/dev/shm", name).exists()]
@@ -37,7 +37,7 @@ async def subject_of(request, directory, base, code="", **traits):
 @pytest.fixture
 async def subject(request, tmp_path, runtime_base, criu_binary):
     """A running kernel in which ``x`` is 41."""
-    async with subject_of(request, tmp_path, runtime_base, drain_timeout=1.0) as subject:
+    async with subject_of(request, tmp_path, runtime_base, drain_timeout=5.0) as subject:
         yield subject
 
 
@@ -45,7 +45,7 @@ async def subject(request, tmp_path, runtime_base, criu_binary):
 async def heavy(request, tmp_path, runtime_base, criu_binary):
     """The same with 400 MB in it, so that CRIU can be met in the middle of its work."""
     ballast = "ballast = bytearray(b'x') * 400_000_000"
-    async with subject_of(request, tmp_path, runtime_base, ballast, drain_timeout=1.0) as subject:
+    async with subject_of(request, tmp_path, runtime_base, ballast, drain_timeout=5.0) as subject:
         yield subject
 
 

@@ -86,7 +86,7 @@ async def test_a_kernel_that_is_killed_as_it_comes_back_finds_its_files_as_they_
 async def test_a_kernel_that_needs_a_child_to_answer_has_it_at_the_second_try(
     tmp_path, runtime_base, criu_binary, caplog
 ):
-    async with notebook(tmp_path, runtime_base, wake_timeout=3.0) as kernel:
+    async with notebook(tmp_path, runtime_base, wake_timeout=6.0) as kernel:
         await kernel.run(f"import os\nx = 41\n{DEPENDS}")
         await kernel.provisioner.checkpoint()
         await kernel.provisioner.restore()

@@ -91,7 +91,7 @@ async def test_children_killed_between_the_dump_and_the_inspection(shared, monke
         if capsule is shared.kernel.lifecycle.capsule and len(killings) < times and pids:
             killings.append(pids.pop())
             killed(killings[-1])
-            asyncio.run(until(lambda: not alive(killings), 20))
+            asyncio.run(until(lambda: not alive(killings)))
         return inspect(capsule, **options)
 
     monkeypatch.setattr(Capsule, "inspect", late)
@@ -123,7 +123,7 @@ async def test_the_capsules_init_killed_at_any_step(subject, step, edge):
         except GpuCkptError as raised:
             error = raised
     assert done
-    await until(lambda: not alive(everybody), 30)
+    await until(lambda: not alive(everybody))
     assert subject.drafts() == []
     while error is not None and subject.shared_memory:  # who knew of it was killed, too: as with any kernel
         Path("/dev/shm", subject.shared_memory.pop()).unlink(missing_ok=True)

@@ -53,6 +53,8 @@ SAVE_POINTS = [
     for step in steps
     for edge in ("started", "completed")
 ]
+#: Moments at which a kernel that goes back has a second capsule.
+TWO_CAPSULES = [("back", "publish", "completed"), ("back", "match", "completed")]
 SEED = 20
 
 
@@ -118,7 +120,11 @@ def chain(tmp_path, runtime_base, criu_binary):
     "points",
     [
         pytest.param(random.Random(SEED).sample(POINTS, 6), id="six", marks=pytest.mark.timeout(300)),
-        pytest.param(random.Random(SEED).sample(SAVE_POINTS, 5), id="save points", marks=pytest.mark.timeout(300)),
+        pytest.param(
+            [*random.Random(SEED).sample(SAVE_POINTS, 3), *TWO_CAPSULES],
+            id="save points",
+            marks=pytest.mark.timeout(300),
+        ),
         pytest.param(POINTS, id="all", marks=[pytest.mark.torture, pytest.mark.timeout(1800)]),
         pytest.param(SAVE_POINTS, id="all save points", marks=[pytest.mark.torture, pytest.mark.timeout(3600)]),
     ],
@@ -220,7 +226,7 @@ def on_the_gpu(subject: Subject, host: FakeHost) -> int:
     """Bytes that are taken there."""
     if subject.kernel.lifecycle.capsule is not None:
         host_memory.device_bytes(subject.kernel.lifecycle.kernel)  # the fake learns of a process as it is asked for it
-    host.call("nvml.gpus", timeout_s=20)  # and of its end
+    host.call("nvml.gpus", timeout_s=60)  # and of its end
     return host.gpus[GPU] - host.free(GPU)
 
 
@@ -232,7 +238,7 @@ async def test_the_helper_of_a_kernel_on_the_gpu_killed_at_any_step(on_gpu, monk
     subject, host, helper = on_gpu
     await brought_to(subject, verb)
     assert on_the_gpu(subject, host) == (HELD if verb == "checkpoint" else 0)
-    helper.call("cuda.open", timeout_s=20)
+    helper.call("cuda.open", timeout_s=60)
     killed: list[int] = []
 
     def kill() -> None:

@@ -70,7 +70,7 @@ def well():
 
 
 @alone_and_with_family("heavy")
-@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=pytest.mark.torture)])
 async def test_criu_killed_at_any_moment_of_a_dump(heavy, kills):
     """From before CRIU has touched the kernel to the last page: it runs on, and each of its threads."""
     await heavy.run(THREADS)
@@ -164,7 +164,7 @@ async def test_the_kernel_killed_just_before_a_step(subject, step):
         return
     began = asyncio.get_running_loop().time()
     error = await subject.fails(subject.provisioner.checkpoint, "KERNEL_LOST")
-    assert asyncio.get_running_loop().time() - began < 5
+    assert asyncio.get_running_loop().time() - began < 60
     assert error.left == "the kernel is gone"
     assert subject.kernel.state == "dead"
     assert subject.drafts() == []
@@ -347,7 +347,7 @@ def ask(file, seq, command, arguments, *events):
 
 def edit():
     with socket.create_connection(at, 20) as editor, editor.makefile("rwb") as file:
-        editor.settimeout(30)
+        editor.settimeout(60)
         editor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         done = ask(file, 1, "initialize", {"adapterID": "x"}, "debugpySockets"), ask(file, 2, "disconnect", {})
         while file.read(1000):

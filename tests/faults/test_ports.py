@@ -35,7 +35,7 @@ async def test_a_listener_with_connections_comes_back_at_once(subject, client, a
                 f"c = socket.create_connection(({address!r}, port)); ours = s.accept()[0]; ran += [c, ours]"
             )
         else:
-            ends.append(socket.create_connection((address, port), timeout=20))
+            ends.append(socket.create_connection((address, port), timeout=60))
             await subject.run("ran.append(s.accept()[0])")
     for _ in range(2):
         await subject.provisioner.checkpoint()
@@ -44,7 +44,7 @@ async def test_a_listener_with_connections_comes_back_at_once(subject, client, a
         for end in ends:  # they were closed, not cut off: what was sent before arrives
             assert end.recv(1) == b""
             end.close()
-        ends = [socket.create_connection((address, port), timeout=20)]
+        ends = [socket.create_connection((address, port), timeout=60)]
         # The client's end first: the other one would linger on the listener's port, and a wake waits for that.
         await subject.run("for one in ran: one.close()")
         await subject.run("ran[:] = [s.accept()[0]]")
@@ -56,7 +56,7 @@ async def closed_before(subject) -> int:
     """A listener's port on which a connection lingers that the kernel had closed first."""
     await subject.run(LISTEN.format(family=int(socket.AF_INET), address="127.0.0.1"))
     port = int(await subject.run("print(port)"))
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as end:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as end:
         await subject.run("s.accept()[0].close()")
         assert end.recv(1) == b""
     await until(lambda: "06" in states(port))
@@ -112,6 +112,6 @@ async def test_a_wake_comes_through_once_the_minute_is_over(subject):
     port = await closed_before(subject)
     await subject.provisioner.checkpoint()
     await asyncio.wait_for(subject.provisioner.restore(), 100)
-    with socket.create_connection(("127.0.0.1", port), timeout=20):
+    with socket.create_connection(("127.0.0.1", port), timeout=60):
         await subject.run("s.accept()[0].close()")
     assert await subject.run("print(x)") == "41"

@@ -87,7 +87,7 @@ async def test_a_port_that_somebody_else_took(subject):
         error = await subject.fails(subject.provisioner.restore, "PORT_TAKEN")
         await subject.stays_away(error)
     await subject.wakes()
-    with socket.create_connection(("127.0.0.1", port), timeout=5):
+    with socket.create_connection(("127.0.0.1", port), timeout=60):
         await subject.run("s.accept()[0].close()")
 
 
@@ -368,7 +368,7 @@ async def test_the_kernel_killed_before_it_answered(subject, step):
     subject.provisioner.faults.append(kill)
     began = asyncio.get_running_loop().time()
     error = await subject.fails(subject.provisioner.restore, "CAPSULE_GONE")
-    assert asyncio.get_running_loop().time() - began < 5
+    assert asyncio.get_running_loop().time() - began < 60
     await subject.stays_away(error)
     subject.provisioner.faults.remove(kill)
     await subject.wakes()

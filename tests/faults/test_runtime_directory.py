@@ -73,7 +73,7 @@ def place(runtime_base) -> Iterator[Place]:
 
 @pytest.fixture
 async def subject(tmp_path, place, criu_binary):
-    async with notebook(tmp_path, place.base, drain_timeout=2.0) as kernel:
+    async with notebook(tmp_path, place.base, drain_timeout=5.0) as kernel:
         subject = await Subject.of(kernel, tmp_path)
         yield subject
         subject.close()

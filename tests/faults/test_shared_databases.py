@@ -76,7 +76,7 @@ def elsewhere(path: Path | str, *statements: str, kill: bool = False) -> list[li
 KERNEL = """
 import sqlite3
 def connect():
-    return sqlite3.connect("base", timeout=5, isolation_level=None)
+    return sqlite3.connect("base", timeout=60, isolation_level=None)
 def total(which=0):
     return connections[which].execute("select count(*), sum(value) from item").fetchone()
 def check():
@@ -244,7 +244,7 @@ async def test_a_database_that_is_mapped_and_has_shrunk(subject, mode):
 
 CHILD = """
 program = '''import sqlite3, sys
-connection = sqlite3.connect("base", timeout=5, isolation_level=None)
+connection = sqlite3.connect("base", timeout=60, isolation_level=None)
 for line in sys.stdin:
     print(connection.execute(line).fetchall(), flush=True)'''
 child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

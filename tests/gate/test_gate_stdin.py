@@ -76,15 +76,18 @@ def test_input_is_answered_where_a_later_gate_wakes_the_kernel(stubborn: World) 
     assert ask(stubborn.client(), "Bob") == "'Bob'"
 
 
-def test_a_later_gate_has_the_name_that_the_last_one_had(stubborn: World) -> None:
+def test_a_later_gate_has_the_name_that_the_last_one_had(stubborn: World, tmp_path: Path) -> None:
     """A server ended while a cell ran: the cell's answer goes to the name from which the cell came."""
     stubborn.to_sleep()
     stubborn.wake()
     client = stubborn.client()
-    cell = client.execute("import time; time.sleep(0.5)")
+    cell = client.execute(f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.3)")
     until(lambda: stubborn.gate.working, "the cell is under way")
     identity = stubborn.gate.identity
     stubborn.gate.stop()
     stubborn.gate = stubborn.new_gate(identity=identity, stable_name=False)
-    stubborn.up()
+    coming = stubborn.in_thread(stubborn.up)
+    until(lambda: any(stubborn.gate._router._internal), "its first question waits behind the cell")
+    (tmp_path / "go").touch()
+    coming.join()
     assert reply(client, cell)["content"]["status"] == "ok"

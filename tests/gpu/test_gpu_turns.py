@@ -100,3 +100,42 @@ async def test_a_kernel_comes_back_on_another_gpu_that_is_free(tmp_path, runtime
         await asyncio.to_thread(kernel.lifecycle.yield_gpu)
         assert await kernel.run("compute(0.1); print(intact())", timeout=120) == "True"
         assert first.uuid != second.uuid
+
+
+#: All of the GPU's memory but what no context fits into.
+FILL = """
+import torch
+torch.zeros(1, device="cuda")
+x = torch.full(((torch.cuda.mem_get_info()[0] - ({left})) // 8,), 7, dtype=torch.int64, device="cuda")
+torch.cuda.synchronize()
+"""
+#: Allocations by all ways that PyTorch has: of the whole size that the other kernel had.
+ALLOCATE = """
+import os
+os.environ["PYTORCH_CUDA_ALLOC_CONF"] = {allocator!r}
+import torch
+y = torch.full(({bytes},), 3, dtype=torch.uint8, device="cuda")
+print(int(y[-1]))
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True", "backend:cudaMallocAsync"])
+async def test_the_first_context_and_each_kind_of_allocation_wait_on_a_full_gpu(
+    tmp_path, runtime_base, gpus, allocator, record
+):
+    async with contextlib.AsyncExitStack() as stack:
+        kernels = []
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            traits = {"gpu_sharing": "room", "image_dir": str(tmp_path / "images")}
+            kernels.append(await stack.enter_async_context(notebook(tmp_path / name, runtime_base / name, **traits)))
+        one, two = kernels
+        await one.run(FILL.format(left=64 << 20), timeout=120)
+        free = gpus.list()[0].free
+        began = time.monotonic()
+        code = ALLOCATE.format(allocator=allocator, bytes=gpus.list()[0].total // 2)
+        assert await two.run(code, timeout=300) == "3"
+        record(free_mib=free >> 20, seconds=round(time.monotonic() - began, 2))
+        assert one.state in ("off_gpu", "suspended")
+        assert await one.run("print(bool((x == 7).all()))", timeout=300) == "True"

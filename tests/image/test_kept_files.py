@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from jupyter_gpu_ckpt.errors import NoSpace
+from jupyter_gpu_ckpt.errors import ImageDamaged, NoSpace
 from jupyter_gpu_ckpt.files import clone
 from jupyter_gpu_ckpt.image import kept_files
 
@@ -55,3 +55,47 @@ def test_a_file_that_is_put_back_belongs_to_its_owner(tmp_path):
     status = path.stat()
     assert (path.read_text(), status.st_uid, status.st_gid) == ("as then", 1234, 4321)
     assert status.st_mode & 0o7777 == 0o640
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only root's kernels have files of others")
+@pytest.mark.parametrize("put", [os.symlink, os.link])
+def test_the_owner_of_a_directory_gets_no_other_file_by_a_link_in_the_place_of_one_that_is_put_back(
+    tmp_path, monkeypatch, put
+):
+    home, victim = tmp_path / "home", tmp_path / "victim"
+    home.mkdir()
+    victim.write_text("root's")
+    victim.chmod(0o600)
+    path = home / "file"
+    path.write_text("as then")
+    os.chown(path, 1234, 4321)
+    path.chmod(0o644)
+    files = kept_files.keep({str(path): {"writes": True}}, [], tmp_path / "kept", 100, 100)
+    [facts] = kept_files.hashed(files, tmp_path / "kept").values()
+    times = victim.stat().st_mtime_ns
+    hashed = kept_files._hash_of
+
+    def meanwhile(file):
+        found = hashed(file)
+        [draft] = home.glob(".file-*")
+        draft.unlink()
+        put(victim, draft)
+        return found
+
+    monkeypatch.setattr(kept_files, "_hash_of", meanwhile)
+    kept_files.put_back(str(path), kept_files.KeptFile(**facts), tmp_path / "kept")
+    status = victim.stat()
+    assert (status.st_uid, status.st_mode & 0o7777, status.st_mtime_ns) == (0, 0o600, times)
+
+
+def test_a_copy_that_is_not_what_was_saved_replaces_nothing(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("as then")
+    files = kept_files.keep({str(path): {"writes": True}}, [], tmp_path / "kept", 100, 100)
+    [facts] = kept_files.hashed(files, tmp_path / "kept").values()
+    path.write_text("as now")
+    (tmp_path / "kept" / facts["copy"]).write_text("something longer")
+    with pytest.raises(ImageDamaged):
+        kept_files.put_back(str(path), kept_files.KeptFile(**facts), tmp_path / "kept")
+    assert path.read_text() == "as now"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "kept"]

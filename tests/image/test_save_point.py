@@ -81,6 +81,46 @@ def test_the_links_of_a_save_point_leave_their_names_to_the_next_dump_and_go_wit
     assert not link.exists()
 
 
+def test_a_comparison_says_only_what_the_summaries_prove():
+    def point(left_out: int = 0, **variables: str) -> SavePoint:
+        """A summary of variables, each by its type, bytes and digest; a digest that ends with ~ is weak."""
+        found = []
+        for name, text in variables.items():
+            kind, bytes, *digest = text.split()
+            facts = {"digest": digest[0], "weak": digest[0].endswith("~")} if digest else {}
+            found.append({"name": name, "type": kind, "bytes": int(bytes), **facts})
+        return save_point.from_summary({"variables": found, "left_out": left_out})
+
+    before = point(
+        gone="int 28 a", same="list 56 b", other="list 56 c", type="int 28", size="ndarray 80", grown="list 56",
+        weak="Tensor 40 d~", written="Tensor 40 e~", unread="Lock 40",
+    )  # fmt: skip
+    after = point(
+        added="int 28 a", same="list 88 b", other="list 56 x", type="str 28", size="ndarray 88", grown="list 88",
+        weak="Tensor 40 d~", written="Tensor 40 f~", unread="Lock 40",
+    )  # fmt: skip
+    found = save_point.compare(before, after)
+    names = {kind: [each["name"] for each in found[kind]] for kind in ("added", "gone", "changed", "unknown")}
+    assert names == {
+        "added": ["added"],
+        "gone": ["gone"],
+        "changed": ["other", "size", "type", "written"],
+        "unknown": ["grown", "unread", "weak"],
+    }
+    assert (found["same"], found["complete"]) == (1, True)
+    assert found["changed"][2] == {
+        "name": "type",
+        "before": {"type": "int", "bytes": 28},
+        "after": {"type": "str", "bytes": 28},
+    }
+    assert found["gone"][0]["after"] is None
+
+    more = save_point.compare(point(1), after)
+    assert more["added"] == [], "it may be among those that were left out"
+    assert len(more["unknown"]) == 9
+    assert not more["complete"]
+
+
 @pytest.mark.parametrize("name", ["", " x", "x ", "a/b", "a\\b", "a\nb", ".a", "a\x9b", "x" * 81])
 def test_names_that_save_points_cannot_have(store, name):
     with pytest.raises(BadRequest):

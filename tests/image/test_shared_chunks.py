@@ -105,6 +105,57 @@ def test_ten_save_points_cost_twice_the_bytes_of_one_and_any_can_be_deleted(stor
         assert all(whole(store, image) == content(state) for image, state in left)
 
 
+def test_pages_that_change_in_every_chunk_are_all_that_is_written(store):
+    first = memory(*range(8))
+    second = {**first, **{window * CHUNK: os.urandom(PAGE) for window in range(8)}}
+    third = {**second, **{window * CHUNK + PAGE: os.urandom(PAGE) for window in range(8)}}
+    images = [save(store, state, str(number)) for number, state in enumerate((first, second, third, third))]
+    assert on_disk(images[:2]) == 8 * CHUNK + 8 * PAGE
+    assert on_disk(images[:3]) == 8 * CHUNK + 8 * PAGE + 8 * 2 * PAGE, "the third has no part of the second"
+    assert on_disk(images) == on_disk(images[:3]), "what has not changed since the last one is not written again"
+    store.remove(images[0])
+    store.remove(images[2])
+    assert whole(store, images[1]) == content(second)
+    assert whole(store, images[3]) == content(third)
+    most = {**first, **{window * CHUNK + at * PAGE: os.urandom(PAGE) for window in range(8) for at in range(3)}}
+    anew = save(store, most, "most")
+    assert bytes_alone(anew) == anew.manifest.bytes, "too many for a chunk to be shared"
+    (anew.criu_directory / "pages-1" / "000000.img").write_bytes(bytes(CHUNK))  # the disk's fault
+    again = save(store, {**most, 0: bytes(PAGE)}, "again")
+    assert whole(store, again) == content({**most, 0: bytes(PAGE)})
+    assert on_disk([again]) == 8 * CHUNK, "a chunk that is not what it was is not built upon"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_that_grows_shrinks_and_changes_at_random_comes_back_whatever_is_deleted(store, seed):
+    dice = random.Random(seed)
+    pages, kept = memory(*range(8)), []
+    for number in range(8):
+        for at in dice.sample(range(0, 10 * CHUNK, PAGE), dice.choice([0, 3, 20])):
+            if at in pages and dice.random() < 0.3:
+                del pages[at]
+            else:
+                pages[at] = dice.choice([bytes(PAGE), dice.randbytes(PAGE)])
+        kept.append((save(store, pages, str(number)), content(pages)))
+        if len(kept) > 3:
+            store.remove(kept.pop(dice.randrange(4))[0])
+        assert all(whole(store, image) == had for image, had in kept)
+    assert not list(store.root.glob(".draft*"))
+
+
+def test_an_index_that_is_not_what_it_was_is_damage(store):
+    image = save(store, memory(1, 2), "one")
+    (image.criu_directory / "pages-1.json").write_text('{"pagemap": "pagemap-7.img", "windows": [1]}')
+    with pytest.raises(ImageDamaged):
+        store.check(image)
+    with (
+        pytest.raises(ImageDamaged, match=r"pages-1\.json"),
+        shared_chunks.whole(store.root, image.criu_directory),
+    ):
+        pass
+    assert whole(store, save(store, memory(1, 2), "two")) == content(memory(1, 2))
+
+
 def test_zeros_take_no_space_and_equal_chunks_of_one_image_are_counted_as_they_are(store):
     pages = {**memory(1), **dict.fromkeys(memory(2, 3), bytes(PAGE))}
     one, two = save(store, pages, "one"), save(store, pages, "two")

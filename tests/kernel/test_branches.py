@@ -150,7 +150,7 @@ async def test_what_cannot_exist_twice_is_named_before_and_is_otherwise_in_a_bra
         assert int(own[1]) != ports[1]
         assert own[2] != path
         for port, owner, other in ((ports[0], kernel, branch), (int(own[0]), branch, kernel)):
-            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
                 connection.sendall(b"hello")
                 connection.recv(1)
             assert await owner.run("print(answers)") == "[b'hello']"

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,7 @@ async def test_the_next_server_hashes_large_files_that_the_last_one_had_no_time_
     facts = file_facts(str(data))
     assert not Hashes(server.store.root).known(facts)
     second = await server.start()
-    await until(lambda: Hashes(server.store.root).known(facts), 30)
+    await until(lambda: Hashes(server.store.root).known(facts))
     data.with_name("link").hardlink_to(data)
     assert await second.run("print(x)") == "41"
 
@@ -131,15 +132,23 @@ async def test_a_client_of_the_old_server_continues_with_the_new_one(server):
     await second.settled("running")
 
 
+async def busy(kernel: Notebook, server: Server, then: str = "") -> Callable[[], None]:
+    """Begin a cell that ends, with ``then``, once what is returned has been called."""
+    go = server.place / "go"
+    kernel.client.execute(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n{then}")
+    await until(lambda: kernel.provisioner.gate.pending == ["execute_request"])
+    return go.touch
+
+
 async def test_a_kernel_that_cannot_be_checkpointed_runs_on_and_is_attached_alive(server):
     first = await server.start(drain_timeout=0.2)
-    first.client.execute("import time\nx = 0\nfor _ in range(40): x += 1; time.sleep(0.05)")
-    await until(lambda: first.provisioner.gate.pending == ["execute_request"])
+    go_on = await busy(first, server, "x = 40")
     (pid,) = first.lifecycle.capsule.processes()
     await first.provisioner.detach()
     assert alive([pid]) == [pid]
     (orphan,) = server.orphans()
     assert orphan.directory is not None
+    asyncio.get_running_loop().call_later(0.5, go_on)
     second = await server.start(drain_timeout=10.0)
     assert second.state == "running"
     assert second.lifecycle.capsule.processes() == [pid]
@@ -188,6 +197,7 @@ for descriptor in taken:
 
 OWNER = """
 import asyncio, os, sys
+from collections.abc import Callable
 from pathlib import Path
 sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent / "support")]
 from test_orphans import Server
@@ -323,6 +333,7 @@ async def test_a_kernel_that_ended_as_it_was_about_to_be_attached(server, monkey
     first = await server.start(drain_timeout=0.2)
     kept = None
     if image:
+        await first.run("pass")  # it has answered all that was asked before
         kept = await first.provisioner.checkpoint()
         shutil.copytree(kept.path, server.place / "copy")
         await first.run("x = 1")
@@ -391,8 +402,7 @@ async def test_an_attach_that_fails_leaves_the_kernel_to_the_next_try(server, mo
     first = await server.start(drain_timeout=0.2)
     await first.run("x = 41")
     if not asleep:
-        first.client.execute("import time\nfor _ in range(20): time.sleep(0.05)")
-        await until(lambda: first.provisioner.gate.pending == ["execute_request"])
+        go_on = await busy(first, server)
     await first.provisioner.detach()
 
     def fails(self, **_):
@@ -403,6 +413,8 @@ async def test_an_attach_that_fails_leaves_the_kernel_to_the_next_try(server, mo
         await server.start()
     (orphan,) = server.orphans()
     assert (orphan.image is not None) == asleep
+    if not asleep:
+        asyncio.get_running_loop().call_later(0.5, go_on)
     second = await server.start(drain_timeout=10.0)
     assert await second.run("print(x)") == "41"
     await second.settled("running")

@@ -32,10 +32,13 @@ from jupyter_gpu_ckpt.errors import (
     HelperGone,
     KernelLost,
     KernelSilent,
+    KeyUnusable,
     NoMemory,
     NoSpace,
 )
+from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.quota import Quota
+from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.lifecycle import suspend
 from jupyter_gpu_ckpt.lifecycle.context import Engine, Home
@@ -205,6 +208,49 @@ def test_nothing_of_a_restored_process_runs_before_the_driver_is_done(rig, monke
 def test_a_kernel_runs_on_after_a_checkpoint_that_fails(rig, monkeypatch):
     monkeypatch.setattr(rig.lifecycle.engine.store, "begin", lambda *_: 1 / 0)
     rig.fails("checkpoint", "INTERNAL")
+    rig.runs_on()
+
+
+@pytest.mark.parametrize("verb", ["checkpoint", "save"])
+def test_a_kernel_runs_on_after_a_dump_whose_manifest_cannot_be_made(rig, tmp_path, verb):
+    """The processes are stopped by then."""
+    store = rig.lifecycle.engine.store = Store(tmp_path / "images", Keyring(tmp_path / "keys"))
+    rig.cycle()
+    (record,) = store.generations.directory.glob("*.json")
+    good = record.read_text()
+    record.write_text("[")
+    arguments = [SavePoint("one")] if verb == "save" else []
+    with pytest.raises(KeyUnusable) as caught:
+        getattr(rig.lifecycle, verb)(*arguments)
+    assert caught.value.left == "the kernel runs on"
+    rig.runs_on()
+    assert not states(rig.pid) & {"t", "T"}
+    assert not list(store.root.glob(".draft-*"))
+    record.write_text(good)
+    rig.cycle()
+
+
+def test_a_node_that_gives_no_thread_to_hash_files_keeps_no_checkpoint_from_its_end(rig, monkeypatch):
+    """The image is there by then: a kernel that ran on would leave it behind as its newest one."""
+    start, hashes = threading.Thread.start, rig.lifecycle.engine.store.hashes
+    refused: list[str] = []
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "gpu-ckpt-hashes":
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(hashes, "_unsaved", True)
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    rig.lifecycle.checkpoint()
+    assert refused
+    rig.sleeps(State.CHECKPOINTED)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    hashes.begin()
+    hashes.settle()
+    assert not hashes._unsaved
+    rig.lifecycle.wake()
     rig.runs_on()
 
 
@@ -438,6 +484,24 @@ def test_that_there_is_cuda_state_to_resume_is_known_from_how_the_step_ended(rig
     rig.lifecycle.wake()
     monkeypatch.undo()
     rig.runs_on()
+
+
+@pytest.mark.parametrize("op", ["cuda.lock", "cuda.checkpoint"])
+def test_a_suspend_that_gets_no_thread_is_undone_as_one_that_the_driver_refuses(rig, monkeypatch, op):
+    """A library's own error says nothing about how far the driver came, too."""
+    call = rig.driver.call
+
+    def exhausted(asked: str, **args):
+        if asked == op:
+            raise RuntimeError("can't start new thread")
+        return call(asked, **args)
+
+    monkeypatch.setattr(rig.driver, "call", exhausted)
+    assert rig.fails("suspend", "LIMIT_REACHED").left == "the kernel runs on"
+    monkeypatch.undo()
+    rig.runs_on()
+    assert not states(rig.pid) & {"t", "T"}
+    rig.cycle()
 
 
 @pytest.mark.parametrize("verb", ["suspend", "checkpoint"])

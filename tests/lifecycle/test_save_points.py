@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import select
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
+from jupyter_gpu_ckpt.capsule.protocol import NEXT_SOCKET, SOCKET
 from jupyter_gpu_ckpt.errors import (
     BadRequest,
     FilesDiffer,
@@ -20,6 +29,7 @@ from jupyter_gpu_ckpt.errors import (
 from jupyter_gpu_ckpt.image import layout, save_point, shared_chunks
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.lifecycle import going_back
+from jupyter_gpu_ckpt.lifecycle.capsule_ahead import CapsuleAhead
 
 #: A file that is open under a name that was deleted, while it has another: CRIU makes a link of it.
 LINKED = """
@@ -49,6 +59,73 @@ async def test_a_kernel_comes_back_from_its_save_point_as_often_as_it_is_wanted(
     assert lifecycle.engine.store.images() == [point]
     lifecycle.engine.store.remove(point)
     assert [path.name for path in tmp_path.glob("*link_remap*")] == []
+
+
+async def test_a_check_for_going_back_changes_nothing_of_a_dump_under_way_nor_of_a_branch(kernel, tmp_path):
+    """A request for it is checked whatever the kernel does: its dump has made a link of the name that is compared."""
+    await kernel.run(LINKED)
+    point = await kernel.provisioner.save("one")
+    links: list[list[str]] = []
+    turns: list[bool] = []
+
+    def check(event) -> None:
+        if (event.kind, event.step) == ("completed", "dump"):
+            links.append(sorted(path.name for path in tmp_path.glob("link_remap.*")))
+            going_back.check(kernel.lifecycle.kernel, point, None)
+            links.append(sorted(path.name for path in tmp_path.glob("link_remap.*")))
+        if (event.kind, event.step) == ("completed", "match"):
+            lock = FileLock(layout.mark(kernel.lifecycle.image.path, layout.TURN), timeout=0)
+            try:
+                lock.acquire()
+            except Timeout:
+                turns.append(True)
+            else:
+                lock.release()
+
+    kernel.provisioner.faults.append(check)
+    await kernel.provisioner.checkpoint()
+    assert links[0] == links[1]
+    assert len(links[0]) == 2, "one of the save point, and one of the image"
+    assert await kernel.run("print(linked.read())") == "content"
+    await kernel.run("linked.seek(0)")
+    await kernel.provisioner.back("one")
+    assert await kernel.run("print(linked.read())") == "content"
+    assert turns == [True, True], "a branch could be restored at the same time, by the same names"
+
+
+async def test_the_capsule_to_go_back_in_is_made_beside_the_kernel_and_never_in_its_place(kernel, runtime_base):
+    """A server that finds the directory before the process has ended finds the kernel, which waits in it."""
+    await kernel.run("x = 1")
+    point = await kernel.provisioner.save("one")
+    lifecycle, directory = kernel.lifecycle, kernel.lifecycle.home.runtime_dir
+    pid, own, seen = lifecycle.capsule.host_pid, (directory / SOCKET).stat().st_ino, []
+
+    def inspect(event) -> None:
+        if (event.kind, event.step) == ("completed", "publish"):
+            with contextlib.suppress(FileNotFoundError):  # it may take longer than all that is written
+                seen.append((directory / NEXT_SOCKET).stat().st_ino)
+            assert (directory / SOCKET).stat().st_ino == own
+            assert Path(f"/proc/{pid}").exists()
+            assert lifecycle.kernel.ahead is not None
+
+    kernel.provisioner.faults.append(inspect)
+    await kernel.provisioner.back("one")
+    assert await kernel.run("print(x)") == "1"
+    kernel.provisioner.faults.remove(inspect)
+    assert lifecycle.kernel.ahead is None
+    assert [path.name for path in directory.glob("*capsule.sock")] == [SOCKET]
+    assert (directory / SOCKET).stat().st_ino in (seen or [(directory / SOCKET).stat().st_ino])
+
+    ahead = CapsuleAhead(point, functools.partial(lifecycle.home.create_capsule, point, beside=True))
+    assert ahead.claim(lifecycle.engine.store.images()[-1]) is None, "its clocks are those of another state"
+    gone = CapsuleAhead(point, functools.partial(lifecycle.home.create_capsule, point, beside=True))
+    gone._task.wait()
+    os.kill(gone._capsule._init_pid, signal.SIGKILL)
+    select.select([gone._capsule._init_fd], [], [])
+    assert gone.claim(point) is None
+    assert [path.name for path in directory.glob("*capsule.sock")] == [SOCKET]
+    assert await kernel.run("print(x)") == "1"
+    await kernel.provisioner.checkpoint()
 
 
 TICKING = """
@@ -210,6 +287,58 @@ async def test_a_store_to_a_mapped_page_that_was_dirty_at_a_save_is_a_change_of_
     assert await kernel.run("print(mapped[:5])") == "b'other'"
 
 
+#: A database whose data and lock file are mapped and written to, and a file that is written past the page cache.
+STORES = """
+import fcntl, lmdb, mmap, os
+store = lmdb.open("store", map_size=1 << 22)
+def put(value):
+    with store.begin(write=True) as transaction: transaction.put(b"key", value)
+def get():
+    with store.begin() as transaction: return transaction.get(b"key")
+direct = os.open("direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+page = mmap.mmap(-1, 4096)
+def write(number):
+    page[:] = b"%d" % number * 4096
+    assert os.pwritev(direct, [page], 4096 * number) == 4096
+def state():
+    flags = fcntl.fcntl(direct, fcntl.F_GETFL)
+    return get(), os.fstat(direct).st_size // 4096, bool(flags & os.O_DIRECT)
+put(b"one"); write(0)
+"""
+#: Another program that opens the database.
+READS = "import lmdb; e = lmdb.open('store'); t = e.begin(); print(t.get(b'key'), e.stat()['entries'])"
+
+
+async def test_a_database_of_lmdb_and_a_file_past_the_page_cache_are_as_then_and_go_on(kernel, tmp_path):
+    def read() -> str:
+        done = subprocess.run([sys.executable, "-c", READS], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    await kernel.run(STORES)
+    await kernel.provisioner.save("one")
+    await kernel.run("put(b'two'); write(1)")
+    assert read() == "b'two' 1"
+    with pytest.raises(FilesDiffer) as caught:
+        await kernel.provisioner.back("one")
+    assert {"data.mdb", "direct"} <= {Path(each["path"]).name for each in caught.value.details["files"]}
+    assert await kernel.run("print(state())") == "(b'two', 2, True)", "it is not disturbed"
+
+    before = await kernel.provisioner.back("one", "then")
+    assert await kernel.run("print(state())") == "(b'one', 1, True)"
+    assert read() == "b'one' 1"
+    await kernel.run("put(b'three'); write(1); write(2)")
+    assert await kernel.run("print(state())") == "(b'three', 3, True)"
+    assert read() == "b'three' 1"
+    assert (tmp_path / "direct").read_bytes() == b"0" * 4096 + b"1" * 4096 + b"2" * 4096
+    facts = save_point.of_image(before)
+    assert facts is not None
+    await kernel.provisioner.back(facts.name, "then")
+    assert await kernel.run("print(state())") == "(b'two', 2, True)"
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("put(b'four'); print(state())") == "(b'four', 2, True)"
+    assert read() == "b'four' 1"
+
+
 LISTENS = """
 import os, socket
 os.makedirs('{directory}/a/b', 0o750); path = '{directory}/a/b/socket'
@@ -268,6 +397,8 @@ async def test_a_kernel_that_cannot_go_back_is_in_its_present_state_with_its_fil
     with pytest.raises(GpuCkptError, match="injected") as caught:
         await kernel.provisioner.back("one", "then")
     assert (kernel.state, caught.value.left) == ("running", "the kernel runs on")
+    assert kernel.lifecycle.kernel.ahead is None
+    assert [path.name for path in kernel.lifecycle.home.runtime_dir.glob("*capsule.sock")] == [SOCKET]
     assert await kernel.run("print(x)") == "2"
     assert (tmp_path / "log").read_text() == "begun continued"
     assert [image.retired for image in kernel.lifecycle.engine.store.images()] == [True, True]

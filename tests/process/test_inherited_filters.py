@@ -107,7 +107,7 @@ def test_a_filter_of_its_own_is_refused_even_where_another_is_inherited(home):
             own = (
                 "import threading, time; ready = threading.Event()\n"
                 f"def run(): confine({SYSFS}); ready.set(); time.sleep(1 << 20)\n"
-                "threading.Thread(target=run, daemon=True).start(); assert ready.wait(20)"
+                "threading.Thread(target=run, daemon=True).start(); assert ready.wait(60)"
             )
             assert subject.tell(CONFINE + own) == "None"
             return [refusal["what"] for refusal in capsule.inspect()["refusals"]]

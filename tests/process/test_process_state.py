@@ -78,7 +78,7 @@ def in_thread(work):
         ready.set()
         time.sleep(1 << 20)
     threading.Thread(target=run, daemon=True).start()
-    assert ready.wait(20)
+    assert ready.wait(60)
     return found["tid"]
 def in_child(work):
     ready, report = os.pipe()

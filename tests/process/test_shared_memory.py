@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -41,7 +42,7 @@ while child == 0:
 print(child, named._semlock.name, flush=True)
 for line in sys.stdin:
     ask.release()
-    done, before, memory[:4] = answer.acquire(timeout=20), memory[:4], b"seen"
+    done, before, memory[:4] = answer.acquire(timeout=60), memory[:4], b"seen"
     print(done, memory[4096], before, flush=True)
 os.kill(child, 9)
 os.wait()
@@ -190,3 +191,18 @@ def test_processes_without_deleted_files_need_no_directory(files):
         files.save([process.pid], "/")
         process.kill()
     assert not os.path.exists(files.directory)
+
+
+def test_memory_that_is_written_in_part_only_is_written_to_its_end_or_refused(tmp_path):
+    """Near a limit, or where space runs out, pwrite(2) does a part, and only the next call fails."""
+    content = tmp_path / "content"
+    content.write_bytes(b"x" * 3000)
+    made = os.open(tmp_path / "copy", os.O_RDWR | os.O_CREAT, 0o600)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            shared_memory._write(made, 0, iter([content.read_bytes()]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        os.close(made)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from harness import DAEMON, until
 from jupyter_events import EventLogger
+from live import server
 from live import until as until_true
 from tornado.ioloop import IOLoop
 
@@ -26,13 +27,21 @@ REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "rest.m
 GIB = 1 << 30
 
 
+@pytest.fixture(scope="module")
+def live(tmp_path_factory, module_runtime_base, criu_binary):
+    """A server that looks at a running step more often."""
+    config = "from jupyter_gpu_ckpt.server import monitor\nmonitor.POLL_INTERVAL = 0.02"
+    with server(tmp_path_factory.mktemp("events"), module_runtime_base, config=config) as running:
+        yield running
+
+
 @pytest.fixture(autouse=True)
 def first_rates(monkeypatch):
     """Not what the tests before this one measured."""
     monkeypatch.setattr(monitor_module, "RATES", Rates())
 
 
-def gather(next_event, *, until_state: str, limit: int = 200) -> list[dict]:
+def gather(next_event, *, until_state: str, limit: int = 10_000) -> list[dict]:
     """Events up to the one in which the kernel came into a state."""
     events = []
     for _ in range(limit):
@@ -76,7 +85,7 @@ def test_each_step_of_a_checkpoint_is_an_event(live, kernel_id):
 
 
 def test_a_long_dump_has_events_while_it_lasts(live, kernel_id):
-    live.run(kernel_id, "import os; block = os.urandom(800 << 20)")
+    live.run(kernel_id, "import os; block = os.urandom(200 << 20)")
     with live.events() as next_event:
         live.do(kernel_id, "checkpoint")
         events = gather(next_event, until_state="checkpointed")

@@ -306,4 +306,4 @@ def round_trip(near: Server, far: Server, kernel: Kernel) -> None:
         assert notebook.printed(language.count) == "1"
         notebook.checkpoint()
     assert far.ask("DELETE", f"api/kernels/{kernel_id}").status_code == 204
-    assert images_of(far, kernel_id) == []
+    until(lambda: images_of(far, kernel_id) == [])

@@ -76,8 +76,8 @@ def battered_kernel(live):
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_nothing_is_replied_that_is_not_described_about_a_real_kernel(case, live, battered_kernel):
     case.path_parameters["kernel_id"] = battered_kernel
-    # What was thought up to be wrong may have been the id.
-    check(case, live, "negative_data_rejection")
+    # What was thought up to be wrong may have been the id; and files to choose are those of a save point that is there.
+    check(case, live, "negative_data_rejection", "positive_data_acceptance")
 
 
 # -- who may

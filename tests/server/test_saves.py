@@ -75,6 +75,51 @@ def test_a_user_saves_goes_back_and_deletes_by_magics(living, kernel_id):
     assert living.run(kernel_id, code) == "SAVE_POINT_NOT_FOUND"
 
 
+def test_what_differs_is_compared_by_rest_and_by_a_magic(living, kernel_id):
+    cell = "import threading; a, b, c, table, lock = 1, [1], {1}, {'k': [1.5]}, threading.Lock()"
+    living.run(kernel_id, cell + "\n%gpu_checkpoint --save first")
+    living.run(kernel_id, "b.append(2); table['k'][0] = 2.5; del c; d = 'new'\n%gpu_checkpoint --save second")
+    saves = f"gpu-ckpt/kernels/{kernel_id}/saves"
+    until(lambda: any(each["name"] == "second" for each in living.ask("GET", saves).json()))
+    living.run(kernel_id, "a = 2; b.pop()")
+
+    def names(path: str) -> dict[str, set[str]]:
+        found = living.ask("GET", f"{saves}/{path}").json()
+        return {kind: {each["name"] for each in found[kind]} for kind in ("changed", "added", "gone", "unknown")}
+
+    between = names("first/compare?to=second")
+    assert (between["changed"], between["added"], between["gone"]) == ({"b", "table"}, {"d"}, {"c"})
+    assert "lock" in between["unknown"]
+    since = names("first/compare")
+    assert (since["changed"], since["added"], since["gone"]) == ({"a", "table"}, {"d"}, {"c"}), "b is as it was"
+    living.run(kernel_id, "a = 1; table['k'][0] = 1.5")
+    assert names("first/compare")["changed"] == set()
+
+    text = living.run(kernel_id, "%gpu_checkpoint --compare first second")
+    rows = {row.split()[0]: row.split()[1] for row in text.splitlines()[2:] if len(row.split()) > 3}
+    assert {name: rows[name] for name in ["b", "table", "c", "d"]} == {
+        "b": "changed",
+        "table": "changed",
+        "c": "gone",
+        "d": "added",
+    }
+    assert text.startswith("From 'first' to 'second':")
+    assert "lock" in text.splitlines()[-1]
+    assert living.run(kernel_id, "%gpu_checkpoint --compare first").startswith("From 'first' to now:")
+
+    first = living.ask("GET", saves).json()[0]
+    assert set(first["variables"][0]) == {"name", "type", "bytes"}, "digests are for comparisons alone"
+    missing = living.ask("GET", f"{saves}/first/compare?to=none")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "SAVE_POINT_NOT_FOUND")
+    with living.busy(kernel_id):
+        busy = living.ask("GET", f"{saves}/first/compare")
+    assert (busy.status_code, busy.json()["error"]["code"]) == (409, "KERNEL_BUSY")
+    assert living.do(kernel_id, "checkpoint")["status"] == "done"
+    asleep = living.ask("GET", f"{saves}/first/compare")
+    assert (asleep.status_code, asleep.json()["error"]["code"]) == (409, "WRONG_STATE")
+    assert names("first/compare?to=second") == between
+
+
 def test_the_notebook_of_a_save_point_is_that_of_its_magic_too(living, kernel_id):
     living.run(kernel_id, "%gpu_checkpoint --save document")
     saves = f"gpu-ckpt/kernels/{kernel_id}/saves"

@@ -102,9 +102,9 @@ def strangers_get_no_answer(running: Server, kernel_id: str) -> bool:
                 if known:
                     beat.curve_serverkey = info["curve_publickey"].encode()
                     beat.curve_publickey, beat.curve_secretkey = zmq.curve_keypair()
-                beat.sndtimeo = 10_000 if known else 500  # who was turned away has nobody to send to
+                beat.sndtimeo = 60_000 if known else 500  # who was turned away has nobody to send to
                 beat.connect(f"tcp://{info['ip']}:{info['hb_port']}")
                 with contextlib.suppress(zmq.Again):
                     beat.send(b"ping")
-                beats[known] = bool(beat.poll(10_000 if known else 500))
+                beats[known] = bool(beat.poll(60_000 if known else 500))
     return beats == {False: False, True: True}

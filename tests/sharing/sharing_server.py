@@ -133,7 +133,9 @@ class Kernel:
         self.chance = random.Random(seed * 100 + number)
         self.number = number
         self.lifecycle = LifecycleDouble(number, bytes, gpus, memory, self.chance)
-        self.gate = SimpleNamespace(working=False, last_activity=0.0, print_notice=lambda text: None)
+        self.gate = SimpleNamespace(
+            working=False, last_activity=0.0, print_notice=logging.getLogger(f"cell {number}").info
+        )
         arguments = (self.lifecycle, self.gate, Worker(f"k{number}"), exchange)
         options = {"turns": True, "visible": None, "is_protected": lambda: False, "log": logging.getLogger("kernel")}
         self.sharing = GpuSharing(*arguments, **options)
@@ -157,7 +159,7 @@ class Kernel:
 def main() -> None:
     """Run all kernels; the process ends with the last cell and its standard input.  SIGUSR1: log its threads."""
     faulthandler.register(signal.SIGUSR1)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s")
     plan = json.loads(sys.argv[1])
     gpus = FileGpus(Path(plan["directory"]), Path(plan["memory"]), plan["gpus"])
     exchange = Exchange(gpus, RULES)

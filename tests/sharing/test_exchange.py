@@ -112,12 +112,23 @@ def waiting(exchange):
     return member
 
 
-def test_a_claim_waits_for_no_server_that_is_stopped_with_its_lock(exchange, waiting, monkeypatch):
+def test_a_claim_waits_for_no_server_that_is_stopped_with_its_lock(exchange, waiting):
+    """Its second attempt does without: the server was waited for until its record was void."""
     with gpu_locks.locked(exchange.directory, [A], 1, kind="claim"):
         assert exchange.claim(waiting) is None
-        monkeypatch.setattr("jupyter_gpu_ckpt.sharing.exchange.SILENT_S", 0.0)
         assert exchange.claim(waiting) is not None
     assert waiting.participant.residence is Residence.ARRIVING
+
+
+@pytest.mark.parametrize("more", [0, 10])
+def test_a_turn_of_a_kernel_that_stays_where_it_is_locks_nothing_but_for_more_memory(exchange, waiting, more):
+    here = {"residence": Residence.PRESENT, "on": (A,), "resident": (80,), "was_on": (A,), "needs": (80 + more,)}
+    waiting.update(lambda p: replace(p, **here))
+    exchange._decide()
+    with gpu_locks.locked(exchange.directory, [A], 1, kind="claim"):
+        assert (exchange.claim(waiting) is not None) is (more == 0)
+    assert more == 0 or exchange.claim(waiting) is not None
+    assert waiting.participant.turn is not None
 
 
 def test_a_claim_is_none_while_a_server_without_sharing_restores_a_kernel_to_the_gpu(exchange, waiting):
@@ -152,7 +163,7 @@ def test_a_kernel_whose_facts_fail_silences_no_other_one(exchange, waiting, monk
     monkeypatch.setattr("jupyter_gpu_ckpt.sharing.exchange.HEARTBEAT_S", 0.0)
     before = records.read(exchange.directory)
     exchange.join(waiting)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while records.read(exchange.directory)[0].alive_at <= before[0].alive_at and time.monotonic() < deadline:
         time.sleep(0.01)
     [*map(exchange.leave, (waiting, broken))]
@@ -172,6 +183,24 @@ def test_of_two_claims_without_a_lock_the_later_one_yields(exchange, waiting, mo
     monkeypatch.setattr(records, "_time", lambda value, now: value)  # else what is to come is now
     assert (exchange.claim(waiting) is None) is earlier
     assert (waiting.participant.residence is Residence.AWAY) is earlier
+
+
+def test_memory_of_a_server_that_does_not_answer_is_known_and_never_more_than_others_have(exchange):
+    """Its record is void: what it had counts as another program's, of whose kind it says something."""
+    silent, member = (Member(exchange, KernelDouble()) for _ in range(2))
+    exchange._members[member.participant.kernel] = member
+    silent.update(lambda p: replace(p, gpus=(A,), needs=(70,), residence=Residence.PRESENT, on=(A,), resident=(70,)))
+    ago = time.monotonic_ns() - int(30e9)
+    os.utime(exchange.directory / silent.participant.kernel, ns=(ago, ago))
+    member.update(lambda p: replace(p, gpus=(A,), needs=(80,)).touched(time.monotonic(), {}))
+    for used, known in ((70, 70), (60, 60), (90, 70), (0, 0)):
+        (exchange.directory.parent / "memory" / f"{os.getpid()}-1").write_text(f"{A} {used}")
+        exchange._decide()
+        assert exchange.silent_bytes(A) == known
+        assert exchange.silent_bytes(B) == 0
+    member.update(lambda p: p.cell_ended(time.monotonic()))
+    exchange._decide()
+    assert exchange.silent_bytes(A) == 0, "nobody waits for it"
 
 
 def test_a_server_without_sharing_leaves_memory_to_kernels_that_are_about_to_come(exchange, waiting):

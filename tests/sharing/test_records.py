@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import shutil
 import tempfile
 import time
@@ -58,10 +59,11 @@ def test_a_record_says_what_was_written_last(shared):
         _participant(waiting_since=now, was_on=(A,), protected=True, swaps=(swap,), used_before=used),
         _participant(residence=Residence.PRESENT, on=(A,), resident=(GIB,), turn=turn, served_at=now, can_pause=False),
     ):
+        before = time.monotonic()
         record.write(participant)
         (found,) = records.read(shared)
         assert (found.kernel, found.user) == (record.name, str(os.geteuid()))
-        assert time.monotonic() - found.alive_at < records.SILENT_S
+        assert before <= found.alive_at <= time.monotonic()
         assert dataclasses.replace(found, kernel="", user="", alive_at=0.0) == participant
     record.remove()
     assert records.read(shared) == []
@@ -73,7 +75,10 @@ def test_a_server_that_is_silent_has_no_record_until_it_beats_again(shared, monk
     record.write(participant)
     _beat(shared / record.name, ago=records.SILENT_S)
     assert records.read(shared) == []
+    (silent,) = records.read_all(shared)[1]
+    assert (silent.kernel, silent.needs) == (record.name, (GIB,)), "its last one, to be shown"
     record.write(participant)
+    assert records.read_all(shared)[1] == []
     assert len(records.read(shared)) == 1
     # A step of the wall clock is nobody's silence.
     monkeypatch.setattr(time, "time", lambda: 0.0)
@@ -184,11 +189,50 @@ def test_nothing_but_a_small_file_is_read(shared, tmp_path):
     assert [found.kernel for found in records.read(shared)] == [_name(5)]
 
 
+def test_records_of_servers_that_have_ended_keep_no_other_one_from_being_read(shared, monkeypatch):
+    monkeypatch.setattr(records, "PER_USER", 3)
+    monkeypatch.setattr(records, "_GARBAGE_S", 1e9)
+    record = OwnRecord(shared)
+    record.write(_participant())
+    for number in range(9):
+        _beat(_put(shared, number, (shared / record.name).read_bytes()), ago=30)
+    living, silent = records.read_all(shared)
+    assert [each.kernel for each in living] == [record.name]
+    assert len(silent) == 3
+
+
 def test_a_user_has_a_bounded_number_of_records(shared):
     shared.mkdir()
     for number in range(records.PER_USER + 20):
         _put(shared, number, json.dumps(GOOD).encode())
     assert len(records.read(shared)) == records.PER_USER
+
+
+def test_a_directory_full_of_files_hides_no_record(shared, monkeypatch):
+    """Any user can fill it; by some of the records alone, memory would be granted that a kernel is about to fill."""
+    monkeypatch.setattr(records, "ENTRIES", 20)
+    OwnRecord(shared).write(_participant())
+    for number in range(30):
+        (shared / f"junk-{number}").touch()
+    with pytest.raises(OSError, match="more than 20 files"):
+        records.read(shared)
+
+
+def test_a_record_that_cannot_be_written_whole_is_not_shown(shared):
+    """A disk that is full takes a part of it; the heartbeats of that part would show a kernel that nobody can read."""
+    record, before = OwnRecord(shared), _participant()
+    record.write(before)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            record.write(_participant(protected=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [found.protected for found in records.read(shared)] == [False]
+    record.write(_participant(protected=True))
+    assert [found.protected for found in records.read(shared)] == [True]
+    assert [path.name for path in shared.iterdir()] == [record.name]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: run the tests as root too")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shared_gpus import ALIVE, Ran, SharedGpus
 
 from jupyter_gpu_ckpt.sharing.participant import Participant, Residence
-from jupyter_gpu_ckpt.sharing.policy import SILENT_S, Decisions, NodeSnapshot, Rules, decide, silent
+from jupyter_gpu_ckpt.sharing.policy import ALONE_S, SILENT_S, Decisions, NodeSnapshot, Rules, decide, silent
 
 TOTAL = 100
 RULES = Rules()
@@ -206,7 +206,7 @@ def test_every_cell_ends_after_it_has_computed_and_no_user_waits_longer_than_a_t
 @given(days(movable=False))
 @PROPERTY
 def test_a_gpu_is_not_left_idle_while_a_kernel_waits_that_it_has_the_memory_for(day):
-    """Kernels that have a turn or cannot be moved are in its way, or one that moves is there for another."""
+    """Kernels that have a turn or cannot be moved are in its way, or one moves; or it soon has another GPU alone."""
 
     class Busy(Checked):
         def check(self, decisions: Decisions) -> None:
@@ -215,7 +215,8 @@ def test_a_gpu_is_not_left_idle_while_a_kernel_waits_that_it_has_the_memory_for(
                 return
             for wait in decisions.waits:
                 record = self.records[wait.kernel]
-                if record.residence is Residence.AWAY:
+                alone = wait.seconds is not None and wait.seconds <= ALONE_S + record.arrive_seconds
+                if record.residence is Residence.AWAY and not alone:
                     for gpu in record.gpus:
                         there = [each for each in self.records.values() if gpu in each.on]
                         moves = any(each.residence is not Residence.PRESENT for each in there)

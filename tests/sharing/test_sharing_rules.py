@@ -91,6 +91,13 @@ def test_turns_end_for_new_cells_and_for_long_ones(ran, first, turns, leaves):
     assert [each.kernel for each in decisions.waits] == ["w"]
 
 
+def test_a_new_cell_of_a_kernel_that_is_there_ends_no_turn_for_another():
+    """No memory is needed for it, and the other starts no sooner."""
+    there = replace(idle("new", 0.0, 20), leave_seconds=3.0, waiting_since=NOW)
+    decisions = decided(computing("a", NOW - 59, 60), there, waiting("w", needs=40, turns=1))
+    assert [each.kernel for each in decisions.grants] == ["new"] and not decisions.suspends
+
+
 def test_a_turn_goes_on_while_nobody_waits():
     assert decided(computing("a", 0.0)) == Decisions(factors={"A": 1})
 
@@ -110,6 +117,15 @@ def test_protection_ends_with_the_budget_of_its_user():
 def test_a_weight_makes_turns_longer():
     decisions = decided(waiting("w", user="u"), allotments={"u": Allotment(weight=2.0)})
     assert decisions.grants[0].turn.seconds == 2 * RULES.first_turn
+
+
+@pytest.mark.parametrize("factor", [0, 1 << 20])
+def test_a_record_lengthens_and_shortens_turns_within_the_limits_only(factor):
+    """The kernel that was granted a turn last says by how much; its user may lie."""
+    liar = idle("liar", 0.0, 1, factor=factor, factor_since=NOW - 1, granted_at=NOW)
+    decisions = decided(liar, waiting("w", turns=1))
+    assert decisions.grants[0].turn.seconds == RULES.turn
+    assert decisions.factors == {"A": 1}
 
 
 def test_users_come_before_their_kernels():

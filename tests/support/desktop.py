@@ -370,7 +370,7 @@ class Tab:
             found = self.window.server.get("api/sessions")
             return found if len(found) == 1 else []
 
-        (session,) = until(only, "a single session", 20)
+        (session,) = until(only, "a single session")
         return session["kernel"]["id"]
 
     def quiet(self, besides: str = "\0") -> None:

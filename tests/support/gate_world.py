@@ -20,7 +20,7 @@ from jupyter_client.connect import write_connection_file
 from jupyter_gpu_ckpt.gate.gate import Gate
 
 KEY = "0123456789abcdef"
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 class Kernel:

@@ -3,8 +3,8 @@
 The part is drawn by the commit, so that commits run different cases and a commit always the same.
 ``GPU_CKPT_SWEEP_SEED`` in the environment, which a run prints, draws it again elsewhere.
 
-A run that repeats tests for another user has ``GPU_CKPT_SWEEP_CASES`` in its environment: then the cases of each test
-that is no sweep are one, too, of which that part is run, and no test is left out as a whole.
+A run that repeats tests for another user has ``GPU_CKPT_SWEEP_PART`` in its environment: then that part is run of the
+tests that are chosen in each file, a sweep's among them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import os
 import random
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
-SEED, CASES = "GPU_CKPT_SWEEP_SEED", "GPU_CKPT_SWEEP_CASES"
+SEED, PART_OF_FILES = "GPU_CKPT_SWEEP_SEED", "GPU_CKPT_SWEEP_PART"
 #: The part of a sweep whose marker names none.
 PART = 1 / 3
 
@@ -37,13 +37,23 @@ def set_seed() -> None:
 
 def mark_rest(items: Iterable[pytest.Function]) -> None:
     """Mark as ``torture`` the cases that `make test` leaves out."""
-    sweeps, part_of_all = defaultdict(list), float(os.environ.get(CASES, 1))
+    sweeps = defaultdict(list)
     for item in items:
         if marker := item.get_closest_marker("sweep"):
             sweeps[item.path.name, item.originalname, (marker.args or (PART,))[0]].append(item)
-        elif part_of_all < 1 and not item.get_closest_marker("torture"):
-            sweeps[item.path.name, item.nodeid.partition("[")[0], part_of_all].append(item)
     for (file, name, part), cases in sweeps.items():
-        rest = len(cases) - math.ceil(len(cases) * part)
-        for item in random.Random(f"{os.environ[SEED]} {file} {name}").sample(cases, rest):
+        for item in _rest(cases, part, f"{file} {name}"):
             item.add_marker(pytest.mark.torture)
+
+
+def rest_of_files(items: Iterable[pytest.Function]) -> list[pytest.Function]:
+    """Return the chosen tests that a run which repeats a part of them for another user leaves out."""
+    part, files = float(os.environ.get(PART_OF_FILES, 1)), defaultdict(list)
+    for item in items:
+        files[item.path.name].append(item)
+    return [item for file, chosen in files.items() for item in _rest(chosen, part, file)]
+
+
+def _rest(cases: Sequence[pytest.Function], part: float, name: str) -> list[pytest.Function]:
+    """Return the cases that are not in the part, at least one, that is drawn for this commit."""
+    return random.Random(f"{os.environ[SEED]} {name}").sample(cases, len(cases) - math.ceil(len(cases) * part))

@@ -10,6 +10,7 @@ import ctypes
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 KERNEL = b"gpu_ckpt_zero_parts"
 #: Bytes that one turn of all threads of a block reads.
@@ -27,25 +28,25 @@ class Part(ctypes.Structure):
     _fields_ = (("address", Address), ("bytes", Size))
 
 
-def text(library: Path) -> bytes:
+def text(library: Path, kernel: bytes) -> bytes:
     """Return the kernel's text, as the library has it."""
     content = library.read_bytes()
-    found = content.index(b".version ")
+    found = content.rindex(b".version ", 0, content.index(b".visible .entry " + kernel + b"("))
     return content[found : content.index(b"\0", found)]
 
 
 class Device:
-    """A context on the first GPU, with the kernel."""
+    """A context on the first GPU, with a kernel."""
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path, kernel: bytes = KERNEL) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
         context, module = ctypes.c_void_p(), ctypes.c_void_p()
         self.kernel = ctypes.c_void_p()
         self.call("cuInit", 0)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
         self.call("cuCtxSetCurrent", context)
-        self.call("cuModuleLoadData", ctypes.byref(module), text(library))
-        self.call("cuModuleGetFunction", ctypes.byref(self.kernel), module, KERNEL)
+        self.call("cuModuleLoadData", ctypes.byref(module), text(library, kernel))
+        self.call("cuModuleGetFunction", ctypes.byref(self.kernel), module, kernel)
         self.stream = ctypes.c_void_p()
         self.call("cuStreamCreate", ctypes.byref(self.stream), 1)
 
@@ -73,17 +74,21 @@ class Device:
         for at, part in enumerate(parts):
             listed[at] = Part(*part)
         answers[:] = [UNTOUCHED] * len(answers)
-        self.call("cuMemHostRegister_v2", ctypes.c_void_p(start), Size(bytes_needed), PORTABLE_AND_MAPPED)
-        there = [Address(), Address()]
-        for address, of in zip(there, (listed, answers), strict=True):
+        self.launch(len(parts) + more_blocks, start, bytes_needed, (listed, answers), ctypes.c_uint(len(parts)))
+        return list(answers)
+
+    def launch(self, blocks: int, start: int, size: int, arrays: tuple[ctypes.Array[Any], ...], *others: Any) -> None:
+        """Run the kernel with arguments: arrays in memory at ``start``, which gets registered, and others."""
+        self.call("cuMemHostRegister_v2", ctypes.c_void_p(start), Size(size), PORTABLE_AND_MAPPED)
+        there = [Address() for _ in arrays]
+        for address, of in zip(there, arrays, strict=True):
             self.call("cuMemHostGetDevicePointer_v2", ctypes.byref(address), ctypes.c_void_p(ctypes.addressof(of)), 0)
-        arguments = [*there, ctypes.c_uint(len(parts))]
-        pointers = (ctypes.c_void_p * 3)(*map(ctypes.addressof, arguments))
-        grid = (len(parts) + more_blocks, 1, 1, THREADS, 1, 1, 0)
+        arguments = [*there, *others]
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        grid = (blocks, 1, 1, THREADS, 1, 1, 0)
         self.call("cuLaunchKernel", self.kernel, *grid, self.stream, pointers, None)
         self.call("cuStreamSynchronize", self.stream)
         self.call("cuMemHostUnregister", ctypes.c_void_p(start))
-        return list(answers)
 
 
 def faults(device: Device, seed: int, rounds: int) -> list[str]:

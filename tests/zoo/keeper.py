@@ -41,7 +41,7 @@ GONE_BACK = "after going back"
 #: Kinds that share a kernel.
 TOGETHER = 20
 #: Seconds within which a cell of the zoo has to end.
-CELL = 100
+CELL = 240
 _SUBREAPER = 36
 
 
@@ -327,7 +327,7 @@ async def main(directory: Path, who: str, keys: Sequence[str]) -> None:
 
     async def rest(before: set[str], keys: Sequence[str]) -> None:
         with contextlib.suppress(AssertionError):
-            await until(lambda: not belongings() - before, 5)
+            await until(lambda: not belongings() - before)
         if left := sorted(belongings() - before):
             say(left=left, keys=list(keys))
 

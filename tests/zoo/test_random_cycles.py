@@ -321,7 +321,7 @@ class Wandering:
             answer = self.owner.first
             assert answer is not None, self.errors()[-3000:]
         elif victim == "owner" and killed:  # it had answered before it was killed
-            self.owner.process.wait(30)
+            self.owner.process.wait(60)
             self.owner.end()
             waiting.until(lambda: sum(self.truths()) == 1, "the kernel lives or its image can be restored", 60)
             self.owner = Owner(self.user, self.directory, self.base, *self.options)
@@ -367,7 +367,7 @@ class Wandering:
             for pid in self.inits():  # of a kernel that no owner would take
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        waiting.until(lambda: not alive(self.inits()), "no process is left", 30)
+        waiting.until(lambda: not alive(self.inits()), "no process is left")
 
 
 @pytest.mark.parametrize("who", ["root", "user"])

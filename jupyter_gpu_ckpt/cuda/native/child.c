@@ -6,6 +6,7 @@
 #include "allocations.h"
 #include "capture.h"
 #include "control.h"
+#include "device_kernels.h"
 #include "driver.h"
 #include "host_memory.h"
 #include "ipc.h"
@@ -13,7 +14,6 @@
 #include "mappings.h"
 #include "pools.h"
 #include "table_lock.h"
-#include "zero_parts.h"
 
 static atomic_bool inert;
 
@@ -33,7 +33,7 @@ static void in_child(void)
     capture_in_child();
     driver_in_child();
     ipc_in_child();
-    zero_parts_in_child();
+    device_kernels_in_child();
     host_memory_close();
 }
 

@@ -38,7 +38,10 @@ void context_memory_forget(void)
     }
 }
 
-/* Whether exactly this is one mapping, by /proc/self/maps (proc_pid_maps(5)): the driver may have unmapped it, and the
+/* In proc_pid_maps(5), of memory that can be read and written, that nobody shares and that is of no file. */
+static const char PLAIN[] = "rw-p 00000000 00:00 0";
+
+/* Whether exactly this is one mapping of such memory, by /proc/self/maps: the driver may have unmapped it, and the
  * program have mapped something else there.  Without memory of the C library, whose locks frozen threads may have. */
 static bool is_still_mapped(uintptr_t low, uintptr_t high)
 {
@@ -47,7 +50,8 @@ static bool is_still_mapped(uintptr_t low, uintptr_t high)
         return false;
     char input[4096];
     uintptr_t bounds[2] = {0, 0};
-    int part = 0; /* of a line: 0 and 1 the bounds, 2 the rest */
+    int part = 0;     /* of a line: 0 and 1 the bounds, 2 what follows where they are the wanted ones, 3 else */
+    size_t equal = 0; /* characters of that */
     bool found = false;
     ssize_t count;
     while (!found && ((count = read(file, input, sizeof input)) > 0 || (count < 0 && errno == EINTR)))
@@ -55,11 +59,16 @@ static bool is_still_mapped(uintptr_t low, uintptr_t high)
             char each = input[at];
             if (each == '\n') {
                 part = 0;
-                bounds[0] = bounds[1] = 0;
-            } else if (part < 2 && (each == '-' || each == ' '))
-                found = ++part == 2 && bounds[0] == low && bounds[1] == high;
-            else if (part < 2)
+                bounds[0] = bounds[1] = equal = 0;
+            } else if (part < 2 && (each == '-' || each == ' ')) {
+                if (++part == 2 && (bounds[0] != low || bounds[1] != high))
+                    part = 3;
+            } else if (part < 2)
                 bounds[part] = bounds[part] << 4 | (uintptr_t)(each <= '9' ? each - '0' : each - 'a' + 10);
+            else if (part == 2) {
+                part = each == PLAIN[equal] ? 2 : 3;
+                found = part == 2 && PLAIN[++equal] == '\0';
+            }
         }
     close(file);
     return found;

@@ -1,21 +1,23 @@
-/* The functions that destroy a context.  The driver frees the memory of cuMemAlloc with its context; so is served
- * memory, which belongs to none, freed here. */
+/* The functions that create and destroy a context.  Where a shared GPU has no memory for one, its creation waits as an
+ * allocation does.  The driver frees the memory of cuMemAlloc with its context; so is served memory, which belongs to
+ * none, freed here. */
 #define _GNU_SOURCE
 #include "allocations.h"
 #include "child.h"
+#include "device_kernels.h"
 #include "driver.h"
 #include "launch_gate.h"
 #include "managed.h"
 #include "mappings.h"
+#include "memory_wait.h"
 #include "pools.h"
-#include "zero_parts.h"
 
 /* Whether there is anything that a context's end concerns. */
 static bool has_state(void)
 {
     size_t count, bytes;
     allocations_total(&count, &bytes);
-    return (count != 0 || mappings_have_context() || zero_parts_are_loaded()) && !is_inert();
+    return (count != 0 || mappings_have_context() || device_kernels_are_loaded()) && !is_inert();
 }
 
 /* Memory that the program maps itself, and memory of pools, outlive a context. */
@@ -24,7 +26,7 @@ static void end(CUcontext context, bool destroyed)
     allocations_of_destroyed(context, destroyed);
     if (!destroyed)
         return;
-    zero_parts_forget(context);
+    device_kernels_forget(context);
     mappings_forget_context(context);
     pools_forget_context(context);
 }
@@ -91,3 +93,22 @@ DESTROY_PRIMARY(cuDevicePrimaryCtxRelease, false, cuDevicePrimaryCtxRelease)
 DESTROY_PRIMARY(cuDevicePrimaryCtxRelease_v2, false, cuDevicePrimaryCtxRelease_v2)
 DESTROY_PRIMARY(cuDevicePrimaryCtxReset, true, cuDevicePrimaryCtxRelease)
 DESTROY_PRIMARY(cuDevicePrimaryCtxReset_v2, true, cuDevicePrimaryCtxRelease_v2)
+
+#define CREATE(name, parameters, ...)                                                                                  \
+    CUresult name parameters                                                                                           \
+    {                                                                                                                  \
+        DRIVER_WITH(name);                                                                                             \
+        CUresult result;                                                                                               \
+        size_t wanted = 0;                                                                                             \
+        do                                                                                                             \
+            result = original->name(__VA_ARGS__);                                                                      \
+        while (result == CUDA_ERROR_OUT_OF_MEMORY && memory_wait_for_context(device, &wanted));                        \
+        return result;                                                                                                 \
+    }
+CREATE(cuCtxCreate, (CUcontext *context, unsigned int flags, CUdevice device), context, flags, device)
+CREATE(cuCtxCreate_v2, (CUcontext *context, unsigned int flags, CUdevice device), context, flags, device)
+CREATE(cuCtxCreate_v3, (CUcontext *context, void *affinities, int count, unsigned int flags, CUdevice device), context,
+       affinities, count, flags, device)
+CREATE(cuCtxCreate_v4, (CUcontext *context, void *wanted_of_it, unsigned int flags, CUdevice device), context,
+       wanted_of_it, flags, device)
+CREATE(cuDevicePrimaryCtxRetain, (CUcontext *context, CUdevice device), context, device)

@@ -1,13 +1,16 @@
 /* One request a line, at most 47 bytes; the reply to each is one line of JSON:
  *
  *   status    report the amounts                       {"version", "allocations", "bytes", "swapped_out",
- *                                                      "managed", "shared", "touches"}
+ *                                                      "kept", "managed", "shared", "touches"}
  *   copy_out  copy all allocations to host memory      the same, and {"cuda": CUresult, "seconds"}
  *   free      free the device memory of the copied     likewise
  *   swap_in   bring everything back to the device      likewise; opens the launch gate
  *   close MILLISECONDS   close the launch gate (`launch_gate.h`): likewise; it opens by itself after so long, if nothing
  *                        is swapped out then; with 0 not.  Of a closed gate this changes only when it opens
  *   open      open the launch gate: likewise; refused (CUDA_ERROR_NOT_READY) while allocations are swapped out
+ *   keep BYTES  keep what is swapped in in host memory, too, up to so many bytes, so that the next copy_out only copies what
+ *               has changed; with 0 nothing: likewise.  It is given up when host memory is short
+ *   drop_zeros   give zeros of the driver's host memory back to Linux (`context_memory.h`): likewise
  *   export PROCESS NUMBER    (hexadecimal) share an allocation with another process (`ipc.h`): likewise, with a
  *                            descriptor of its memory
  *
@@ -57,7 +60,7 @@
 #include "workers.h"
 
 #ifndef CONTROL_VERSION /* of another release, in tests */
-#define CONTROL_VERSION 3
+#define CONTROL_VERSION 4
 #endif
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
 /* The same, for the processes that the kernel starts: each appends its pid to the name. */
@@ -150,6 +153,11 @@ static CUresult perform_at_gate(const char *verb, CUresult unknown)
         launch_gate_close(milliseconds / 1e3);
         return CUDA_SUCCESS;
     }
+    unsigned long long bytes;
+    if (sscanf(verb, "keep %20llu%n", &bytes, &length) == 1 && isdigit(verb[strlen("keep ")]) && verb[length] == '\0') {
+        swap_keep(bytes);
+        return CUDA_SUCCESS;
+    }
     if (strcmp(verb, "drop_zeros") == 0) {
         context_memory_drop_zeros();
         return CUDA_SUCCESS;
@@ -175,7 +183,9 @@ static CUresult perform(const char *verb, int *descriptor)
         return strcmp(verb, "status") == 0 ? CUDA_SUCCESS : perform_at_gate(verb, CUDA_ERROR_INVALID_VALUE);
     bool locked = table_lock_for_swap();
     bool ready = locked && (step != swap_copy_out || !capture_has_begun()); /* waiting for work would end a capture */
-    CUresult result = !ready ? CUDA_ERROR_NOT_READY : step != swap_free_device ? copies_dry_run() : CUDA_SUCCESS;
+    CUresult result = !ready ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+    if (ready && step != swap_free_device)
+        result = copies_dry_run(step == swap_copy_out && swap_is_to_keep());
     publish(swap_amounts().swapped_out != 0 || step == swap_free_device);
     if (result == CUDA_SUCCESS)
         result = step();
@@ -218,22 +228,34 @@ static void reply(const char *verb)
     char line[384];
     int length = snprintf(line, sizeof line,
                           "{\"version\": %d, \"cuda\": %d, \"allocations\": %zu, \"bytes\": %zu, \"swapped_out\": %zu, "
-                          "\"managed\": %zu, \"shared\": %zu, \"touches\": %d, \"seconds\": %.6f}\n",
+                          "\"kept\": %zu, \"managed\": %zu, \"shared\": %zu, \"touches\": %d, \"seconds\": %.6f}\n",
                           CONTROL_VERSION, result, amounts.allocations, amounts.bytes, amounts.swapped_out,
-                          managed_count(), allocations_shared(), atomic_load(&gpu_ckpt_published.touches),
+                          amounts.kept, managed_count(), allocations_shared(), atomic_load(&gpu_ckpt_published.touches),
                           now() - began);
     send_reply(line, (size_t)length, descriptor);
     swap_free_host();
 }
 
-/* Wait until a descriptor can be read, and open the launch gate meanwhile when its time is over. */
+/* Milliseconds from one check of the memory that others need to the next, while some is kept. */
+#define MEMORY_INTERVAL 250
+
+static int next_duty(void)
+{
+    int remaining = launch_gate_remaining();
+    return swap_keeps() && (remaining < 0 || remaining > MEMORY_INTERVAL) ? MEMORY_INTERVAL : remaining;
+}
+
+/* Wait until a descriptor can be read; meanwhile open the launch gate when its time is over, and give up memory that is
+ * kept when others need it. */
 static void wait_readable(int descriptor)
 {
     struct pollfd wanted = {.fd = descriptor, .events = POLLIN};
     int ready;
-    while ((ready = poll(&wanted, 1, launch_gate_remaining())) == 0 || (ready < 0 && errno == EINTR))
-        if (ready == 0)
+    while ((ready = poll(&wanted, 1, next_duty())) == 0 || (ready < 0 && errno == EINTR))
+        if (ready == 0) {
             launch_gate_expire(swap_amounts().swapped_out != 0);
+            swap_check_memory();
+        }
 }
 
 /* Bytes received and not used yet.  Not a stream: closing it in a child would seek in it. */

@@ -9,6 +9,7 @@
 
 #include "host_memory.h"
 #include "mappings.h"
+#include "page_digests.h"
 #include "rwlock_release.h"
 #include "zero_parts.h"
 
@@ -39,7 +40,8 @@ struct part {
     CUdeviceptr device;
     size_t offset; /* in host memory */
     size_t bytes;
-    bool zero; /* it holds only zeros, on the device or in host memory */
+    bool zero;  /* it holds only zeros, on the device or in host memory */
+    bool known; /* on the way out: host memory has its content already */
 };
 
 /* The copies of one context. */
@@ -49,6 +51,7 @@ struct work {
     struct part *parts;
     size_t count;
     bool outwards;
+    bool keeps; /* host memory is written for more than once */
     pthread_t threads[MAX_WORKERS];
     size_t begun;
     atomic_size_t workers;
@@ -88,12 +91,12 @@ static const struct part *claim(struct worker *worker)
     return worker->next < work->count ? &work->parts[worker->next++] : NULL;
 }
 
-/* Whether a part needs no copy: of zeros, host memory has them already, and the device writes them itself.  It never
- * trusts fresh memory to hold any. */
+/* Whether a part needs no copy: host memory has it already, zeros in any case, and those the device writes itself.  It
+ * never trusts fresh memory to hold any. */
 static bool is_done(const struct work *work, const struct part *part)
 {
     if (!part->zero || work->outwards)
-        return part->zero;
+        return part->zero || part->known;
     return driver()->cuMemsetD8Async != NULL &&
            driver()->cuMemsetD8Async(part->device, 0, part->bytes, work->ring->stream) == CUDA_SUCCESS;
 }
@@ -244,6 +247,65 @@ static CUresult find_zeros(struct work *work)
     return result;
 }
 
+static bool has_pages(const struct part *part)
+{
+    return !part->zero && part->offset % DIGEST_PAGE == 0 && part->bytes % DIGEST_PAGE == 0;
+}
+
+/* Have the device compute the digests of pages that hold other bytes than zeros: they are in the ring's memory, one after
+ * the other.  Nothing writes to this memory any more before it is copied.  Without the kernel no page has one. */
+static CUresult compute_digests(const struct work *work, struct digest **digests)
+{
+    struct ring *ring = work->ring;
+    size_t count = 0;
+    *digests = NULL;
+    for (size_t at = 0; at < work->count; at++)
+        count += has_pages(&work->parts[at]) ? work->parts[at].bytes / DIGEST_PAGE : 0;
+    CUdeviceptr *pages = (CUdeviceptr *)(ring->memory + count * sizeof **digests);
+    page_digests_load(work->context);
+    if (count == 0 || count * (sizeof **digests + sizeof *pages) > ring->bytes)
+        return CUDA_SUCCESS;
+    memset(ring->memory, 0, count * sizeof **digests);
+    count = 0;
+    for (size_t at = 0; at < work->count; at++)
+        for (size_t page = 0; has_pages(&work->parts[at]) && page < work->parts[at].bytes; page += DIGEST_PAGE)
+            pages[count++] = work->parts[at].device + page;
+    if (!page_digests_compute(work->context, ring->stream, pages, (struct digest *)ring->memory, count))
+        return CUDA_SUCCESS;
+    CUresult result = driver()->cuStreamSynchronize(ring->stream);
+    if (result != CUDA_SUCCESS)
+        atomic_store(&pending, true);
+    *digests = (struct digest *)ring->memory;
+    return result;
+}
+
+/* Reduce each part to the pages whose content host memory does not have already, and note which it will have. */
+static CUresult find_known(struct work *work)
+{
+    struct digest *digests;
+    CUresult result = compute_digests(work, &digests);
+    size_t count = 0;
+    for (size_t at = 0; at < work->count && result == CUDA_SUCCESS; at++) {
+        struct part *part = &work->parts[at];
+        size_t first = part->bytes, end = 0;
+        for (size_t page = 0; !part->zero && page < part->bytes; page += DIGEST_PAGE) {
+            const struct digest *digest = digests != NULL && has_pages(part) ? &digests[count++] : NULL;
+            if (digest != NULL && host_memory_has(part->offset + page, digest))
+                continue;
+            host_memory_note(part->offset + page, digest);
+            first = first < page ? first : page;
+            end = page + DIGEST_PAGE < part->bytes ? page + DIGEST_PAGE : part->bytes;
+        }
+        part->known = !part->zero && end == 0;
+        if (end != 0) {
+            part->device += first;
+            part->offset += first;
+            part->bytes = end - first;
+        }
+    }
+    return result;
+}
+
 static void start(struct work *work, size_t workers)
 {
     CUresult result = driver()->cuCtxSetCurrent(work->context);
@@ -251,6 +313,8 @@ static void start(struct work *work, size_t workers)
         result = open_ring(work->ring, work->context, workers * BUFFERS * PART_BYTES);
     if (result == CUDA_SUCCESS && work->outwards)
         result = find_zeros(work);
+    if (result == CUDA_SUCCESS && work->outwards && work->keeps)
+        result = find_known(work);
     while (result == CUDA_SUCCESS && work->begun < workers &&
            pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
         work->begun++;
@@ -325,12 +389,12 @@ static void list_parts(struct work *work)
             for (size_t offset = 0; offset < each.bytes; offset += PART_BYTES) {
                 size_t rest = each.bytes - offset, bytes = rest < PART_BYTES ? rest : PART_BYTES;
                 bool zero = !work->outwards && host_memory_is_zero(each.offset + offset, bytes);
-                work->parts[count++] = (struct part){each.address + offset, each.offset + offset, bytes, zero};
+                work->parts[count++] = (struct part){each.address + offset, each.offset + offset, bytes, zero, false};
             }
 }
 
 /* All contexts at the same time: each device has a bus of its own to the host. */
-CUresult copies_run(bool outwards)
+static CUresult run_all(bool outwards, bool keeps)
 {
     static struct work works[MAX_CONTEXTS];
     size_t count = divide(works), total = 0;
@@ -357,6 +421,7 @@ CUresult copies_run(bool outwards)
     struct part *next = parts;
     for (size_t at = 0; at < count; at++) {
         works[at].outwards = outwards;
+        works[at].keeps = keeps;
         works[at].parts = next;
         next += works[at].count;
         list_parts(&works[at]);
@@ -369,6 +434,9 @@ CUresult copies_run(bool outwards)
     munmap(parts, bytes);
     return atomic_load(&failed);
 }
+
+CUresult copies_run_out(bool keeps) { return run_all(true, keeps); }
+CUresult copies_run_in(void) { return run_all(false, false); }
 
 bool copies_pending(void) { return atomic_load(&pending); }
 
@@ -414,14 +482,19 @@ CUresult copies_wait(void)
 static struct {
     CUcontext contexts[MAX_CONTEXTS];
     size_t count;
+    bool keeps;
 } dry_run;
 
 static CUresult scan_nothing(const struct ring *ring)
 {
+    void *memory = ring->memory;
     zero_parts_load(ring->context);
-    if (!zero_parts_scan(ring->context, ring->stream, (struct scanned *)ring->memory, (unsigned *)ring->memory, 0))
-        return CUDA_SUCCESS;
-    return driver()->cuStreamSynchronize(ring->stream);
+    bool scans = zero_parts_scan(ring->context, ring->stream, memory, memory, 0);
+    if (dry_run.keeps) {
+        page_digests_load(ring->context);
+        scans = page_digests_compute(ring->context, ring->stream, memory, memory, 0) || scans;
+    }
+    return scans ? driver()->cuStreamSynchronize(ring->stream) : CUDA_SUCCESS;
 }
 
 /* Uses a list of its own: it may still be running when the table has changed. */
@@ -445,8 +518,9 @@ static CUresult run_dry(void)
     return result;
 }
 
-CUresult copies_dry_run(void)
+CUresult copies_dry_run(bool keeps)
 {
+    dry_run.keeps = keeps;
     if (atomic_load(&pending)) /* the steps wait for those first */
         return CUDA_SUCCESS;
     if (rwlock_probe_is_busy())

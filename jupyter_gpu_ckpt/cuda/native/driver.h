@@ -22,6 +22,9 @@ typedef unsigned long long CUmemGenericAllocationHandle;
 typedef struct {
     char bytes[64];
 } CUipcMemHandle;
+typedef struct {
+    char bytes[16];
+} CUuuid;
 
 enum {
     CUDA_SUCCESS = 0,
@@ -133,9 +136,10 @@ enum {
     F(cuCtxGetId, (CUcontext, unsigned long long *))                                                                   \
     F(cuCtxSetFlags, (unsigned int))                                                                                   \
     F(cuDevicePrimaryCtxGetState, (CUdevice, unsigned int *, int *))                                                   \
-    F(cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice))                                                               \
     F(cuDeviceGetDefaultMemPool, (CUmemoryPool *, CUdevice))                                                           \
     F(cuDeviceGetMemPool, (CUmemoryPool *, CUdevice))                                                                  \
+    F(cuDeviceGetUuid, (CUuuid *, CUdevice))                                                                           \
+    F(cuDeviceTotalMem_v2, (size_t *, CUdevice))                                                                       \
     F(cuStreamGetCtx, (CUstream, CUcontext *))                                                                         \
     F(cuEventQuery, (CUevent))                                                                                         \
     F(cuLaunchKernel,                                                                                                  \
@@ -154,10 +158,15 @@ enum {
 /* Functions that this library defines itself and that programs call instead of the driver's; the CUDA version since
  * which cuGetProcAddress returns this one for its name without endings. */
 #define STAND_INS(F)                                                                                                   \
+    F(cuCtxCreate, 2000, (CUcontext *, unsigned int, CUdevice))                                                        \
+    F(cuCtxCreate_v2, 3020, (CUcontext *, unsigned int, CUdevice))                                                     \
+    F(cuCtxCreate_v3, 11040, (CUcontext *, void *, int, unsigned int, CUdevice))                                       \
+    F(cuCtxCreate_v4, 12050, (CUcontext *, void *, unsigned int, CUdevice))                                            \
     F(cuCtxDestroy, 2000, (CUcontext))                                                                                 \
     F(cuCtxDestroy_v2, 4000, (CUcontext))                                                                              \
     F(cuDevicePrimaryCtxRelease, 7000, (CUdevice))                                                                     \
     F(cuDevicePrimaryCtxRelease_v2, 11000, (CUdevice))                                                                 \
+    F(cuDevicePrimaryCtxRetain, 7000, (CUcontext *, CUdevice))                                                         \
     F(cuDevicePrimaryCtxReset, 7000, (CUdevice))                                                                       \
     F(cuDevicePrimaryCtxReset_v2, 11000, (CUdevice))                                                                   \
     F(cuGetProcAddress, 11030, (const char *, void **, int, unsigned long long))                                       \

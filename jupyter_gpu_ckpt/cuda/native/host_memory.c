@@ -15,7 +15,7 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
-#define HUGE_PAGE ((size_t)2 << 20)
+#define HUGE_PAGE DIGEST_PAGE
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -26,7 +26,12 @@ static size_t size;
 static char *memory; /* anonymous; NULL: files */
 static int directory = -1;
 static atomic_int direct; /* O_DIRECT, for files that are not in memory */
-static char *zeros;       /* for each huge page whether it holds zeros only; NULL: that is not known */
+/* What is known of each huge page; NULL: nothing. */
+static struct page {
+    struct digest digest; /* of its content */
+    bool zero;            /* it holds zeros only */
+} *pages;
+static bool is_used;         /* pages may have been written before they are to hold zeros */
 static size_t last_extended; /* the extent that has its full length for zeros */
 
 char *map_huge_pages(size_t bytes)
@@ -54,6 +59,12 @@ size_t host_memory_bytes(void) { return size; }
 
 bool host_memory_is_files(void) { return size != 0 && memory == NULL; }
 
+bool host_memory_may_stay(void)
+{
+    struct stat status; /* a link leads to a disk, and may be another one after a restore */
+    return host_memory_is_files() && lstat(path, &status) == 0 && S_ISDIR(status.st_mode);
+}
+
 /* -- files */
 
 static CUresult result_of(int error)
@@ -79,10 +90,15 @@ static void remove_files(int opened)
     closedir(stream);
 }
 
+#define NAME_BYTES 32
+#define PUNCH (FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE)
+
+static void name_of(size_t offset, char *name) { snprintf(name, NAME_BYTES, "%06zu.img", offset / EXTENT_BYTES); }
+
 static int open_extent(size_t offset, int flags)
 {
-    char name[32];
-    snprintf(name, sizeof name, "%06zu.img", offset / EXTENT_BYTES);
+    char name[NAME_BYTES];
+    name_of(offset, name);
     int file = openat(directory, name, flags | O_NOFOLLOW | O_CLOEXEC | atomic_load(&direct), 0600);
     if (file < 0 && errno == EINVAL && atomic_exchange(&direct, 0) != 0) /* a file system without O_DIRECT */
         file = openat(directory, name, flags | O_NOFOLLOW | O_CLOEXEC, 0600);
@@ -125,17 +141,67 @@ static CUresult move(size_t offset, char *buffer, size_t bytes, int flags)
     return result;
 }
 
-/* Give an extent its full length.  Code that writes to it at the same time does not write beyond that. */
-static CUresult extend(size_t extent)
+static size_t length_of(size_t extent)
 {
-    size_t rest = size - extent * EXTENT_BYTES, length = rest < EXTENT_BYTES ? rest : EXTENT_BYTES;
-    int file = open_extent(extent * EXTENT_BYTES, O_WRONLY | O_CREAT);
+    size_t rest = size - extent * EXTENT_BYTES;
+    return rest < EXTENT_BYTES ? rest : EXTENT_BYTES;
+}
+
+/* Give an extent its full length, and make a hole of what it has in a range of host memory.  Code that writes to it at
+ * the same time does not write beyond that. */
+static CUresult extend(size_t extent, size_t offset, size_t bytes)
+{
+    size_t begin = extent * EXTENT_BYTES, end = begin + EXTENT_BYTES;
+    size_t from = offset > begin ? offset : begin, to = offset + bytes < end ? offset + bytes : end;
+    int file = open_extent(begin, O_WRONLY | O_CREAT);
     if (file < 0)
         return result_of(errno);
-    bool done = fchmod(file, 0600) == 0 && ftruncate(file, (off_t)length) == 0;
+    bool done = fchmod(file, 0600) == 0 && ftruncate(file, (off_t)length_of(extent)) == 0;
+    if (done && is_used && from < to)
+        done = fallocate(file, PUNCH, (off_t)(from - begin), (off_t)(to - from)) == 0;
     CUresult result = done ? CUDA_SUCCESS : result_of(errno);
     close(file);
     return result;
+}
+
+/* -- what is known of the pages */
+
+static size_t page_count(size_t bytes) { return bytes / HUGE_PAGE + 1; }
+
+static struct page *map_pages(size_t bytes)
+{
+    size_t needed = page_count(bytes) * sizeof *pages;
+    void *made = mmap(NULL, needed, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return made != MAP_FAILED ? made : NULL;
+}
+
+static void unmap_pages(void)
+{
+    if (pages != NULL)
+        munmap(pages, page_count(size) * sizeof *pages);
+    pages = NULL;
+}
+
+size_t host_memory_taken(void)
+{
+    size_t taken = size;
+    for (size_t at = 0; pages != NULL && at < size / HUGE_PAGE; at++)
+        taken -= pages[at].zero ? HUGE_PAGE : 0;
+    return taken;
+}
+
+bool host_memory_has(size_t offset, const struct digest *digest)
+{
+    if (pages == NULL || (digest->words[0] == 0 && digest->words[1] == 0))
+        return false;
+    const struct digest *known = &pages[offset / HUGE_PAGE].digest;
+    return known->words[0] == digest->words[0] && known->words[1] == digest->words[1];
+}
+
+void host_memory_note(size_t offset, const struct digest *digest)
+{
+    if (pages != NULL)
+        pages[offset / HUGE_PAGE] = (struct page){.digest = digest != NULL ? *digest : (struct digest){{0, 0}}};
 }
 
 /* -- files or anonymous memory */
@@ -152,10 +218,47 @@ CUresult host_memory_create(size_t bytes)
     else if ((memory = map_huge_pages(bytes)) == NULL)
         return CUDA_ERROR_OUT_OF_MEMORY;
     size = bytes;
-    zeros = mmap(NULL, bytes / HUGE_PAGE + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    zeros = zeros != MAP_FAILED ? zeros : NULL;
+    pages = map_pages(bytes);
+    is_used = false;
     last_extended = SIZE_MAX;
     return CUDA_SUCCESS;
+}
+
+bool host_memory_is_intact(void)
+{
+    int opened = memory == NULL && pages != NULL && size != 0 ? open_directory() : -1;
+    bool intact = opened >= 0;
+    for (size_t extent = 0; intact && extent * EXTENT_BYTES < size; extent++) {
+        char name[NAME_BYTES];
+        struct stat found;
+        name_of(extent * EXTENT_BYTES, name);
+        intact = fstatat(opened, name, &found, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(found.st_mode) &&
+                 found.st_nlink == 1 && (size_t)found.st_size == length_of(extent);
+    }
+    if (opened >= 0)
+        close(opened);
+    return intact;
+}
+
+CUresult host_memory_enlarge(size_t bytes)
+{
+    is_used = true;
+    last_extended = SIZE_MAX;
+    if (bytes <= size)
+        return CUDA_SUCCESS;
+    struct page *larger = map_pages(bytes);
+    if (larger == NULL)
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    memcpy(larger, pages, size / HUGE_PAGE * sizeof *pages);
+    size_t last = (size - 1) / EXTENT_BYTES;
+    unmap_pages();
+    pages = larger;
+    size = bytes;
+    CUresult result = host_memory_open();
+    if (result == CUDA_SUCCESS)
+        result = extend(last, 0, 0);
+    host_memory_close();
+    return result;
 }
 
 CUresult host_memory_open(void)
@@ -207,28 +310,31 @@ CUresult host_memory_set_zero(size_t offset, size_t bytes)
 {
     size_t first = offset / EXTENT_BYTES, last = (offset + bytes - 1) / EXTENT_BYTES;
     CUresult result = CUDA_SUCCESS;
+    if (host_memory_is_zero(offset, bytes))
+        return CUDA_SUCCESS;
     for (size_t extent = first; extent <= last && memory == NULL && result == CUDA_SUCCESS; extent++)
-        if (extent != last_extended && (result = extend(extent)) == CUDA_SUCCESS)
+        if ((is_used || extent != last_extended) && (result = extend(extent, offset, bytes)) == CUDA_SUCCESS)
             last_extended = extent;
-    if (result == CUDA_SUCCESS && zeros != NULL && offset % HUGE_PAGE == 0 && bytes % HUGE_PAGE == 0)
-        memset(zeros + offset / HUGE_PAGE, 1, bytes / HUGE_PAGE);
+    for (size_t at = offset; result == CUDA_SUCCESS && pages != NULL && at < offset + bytes; at += HUGE_PAGE)
+        pages[at / HUGE_PAGE] = (struct page){.zero = offset % HUGE_PAGE == 0 && bytes % HUGE_PAGE == 0};
     return result;
 }
 
 bool host_memory_is_zero(size_t offset, size_t bytes)
 {
-    if (zeros == NULL || offset % HUGE_PAGE != 0 || bytes % HUGE_PAGE != 0)
+    if (pages == NULL || offset % HUGE_PAGE != 0 || bytes % HUGE_PAGE != 0)
         return false;
-    return memchr(zeros + offset / HUGE_PAGE, 0, bytes / HUGE_PAGE) == NULL;
+    for (size_t at = offset; at < offset + bytes; at += HUGE_PAGE)
+        if (!pages[at / HUGE_PAGE].zero)
+            return false;
+    return true;
 }
 
 void host_memory_free(void)
 {
     if (size == 0)
         return;
-    if (zeros != NULL)
-        munmap(zeros, size / HUGE_PAGE + 1);
-    zeros = NULL;
+    unmap_pages();
     host_memory_close();
     int opened = memory == NULL ? open_directory() : -1;
     if (memory != NULL)

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "driver.h"
+#include "page_digests.h"
 
 /* The same as `image/device_memory.py` has: images contain these files. */
 #define EXTENT_BYTES ((size_t)16 << 20)
@@ -14,9 +15,20 @@ void host_memory_set_directory(const char *path);
 /* Replace the host memory by an empty one of so many bytes.  After failure there is none. */
 CUresult host_memory_create(size_t bytes);
 
-/* Its size; 0: there is none. */
+/* Its size; 0: there is none.  And the bytes of its pages that are not known to be zeros, which take memory. */
 size_t host_memory_bytes(void);
+size_t host_memory_taken(void);
 bool host_memory_is_files(void);
+
+/* Whether it may stay while it is not needed: files that are not on a disk. */
+bool host_memory_may_stay(void);
+
+/* Whether the files are there that were written, whole, and under no other name: an image may have one by a link, and
+ * must keep its content.  Only then can they be written to again. */
+bool host_memory_is_intact(void);
+
+/* Enlarge host memory that is intact to so many bytes, and keep its content.  After failure it may have to be freed. */
+CUresult host_memory_enlarge(size_t bytes);
 
 /* Call before and after the three functions below.  No file is open otherwise: a checkpoint of this process would have
  * to carry it. */
@@ -29,11 +41,17 @@ CUresult host_memory_prefault(size_t offset, size_t bytes);
 CUresult host_memory_write(size_t offset, const void *from, size_t bytes);
 CUresult host_memory_read(size_t offset, void *to, size_t bytes);
 
-/* Have a range hold zeros, instead of a write: it takes no memory.  By one thread; others may write at the same time. */
+/* Have a range hold zeros, instead of a write: it takes no memory.  By one thread; others may write elsewhere at the same
+ * time. */
 CUresult host_memory_set_zero(size_t offset, size_t bytes);
 
 /* Whether that was done for the whole range: if not, it can be read, as any other. */
 bool host_memory_is_zero(size_t offset, size_t bytes);
+
+/* Pages of DIGEST_PAGE, by one thread: whether a page has the content with this digest; and note which content a page
+ * will have after a write (NULL: that is not known).  After a failure of that write the host memory has to be freed. */
+bool host_memory_has(size_t offset, const struct digest *digest);
+void host_memory_note(size_t offset, const struct digest *digest);
 
 /* Free it, if there is one; takes half a second for a hundred GiB. */
 void host_memory_free(void);

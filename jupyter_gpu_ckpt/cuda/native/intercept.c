@@ -135,12 +135,17 @@ CUresult cuMemAllocPitch_v2(CUdeviceptr *address, size_t *pitch, size_t width, s
                  (element == 4 || element == 8 || element == 16);
     size_t alignment = valid && may_serve(width * height) && driver() != NULL ? pitch_alignment(original) : 0;
     size_t row = alignment != 0 ? (width + alignment - 1) / alignment * alignment : 0;
-    CUdeviceptr served = row != 0 && row <= SIZE_MAX / 2 / height ? serve(row * height) : 0;
-    if (served == 0)
-        return original->cuMemAllocPitch_v2(address, pitch, width, height, element);
-    *address = served;
-    *pitch = row;
-    return CUDA_SUCCESS;
+    bool waited = false;
+    do {
+        CUdeviceptr served = row != 0 && row <= SIZE_MAX / 2 / height ? serve(row * height) : 0;
+        if (served != 0) {
+            *address = served;
+            *pitch = row;
+            return CUDA_SUCCESS;
+        }
+        result = original->cuMemAllocPitch_v2(address, pitch, width, height, element);
+    } while (result == CUDA_ERROR_OUT_OF_MEMORY && valid && !waited && (waited = memory_wait(width * height)));
+    return result;
 }
 
 CUresult cuMemFree_v2(CUdeviceptr address)

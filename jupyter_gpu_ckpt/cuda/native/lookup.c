@@ -48,7 +48,8 @@ static bool is_meant(const struct stand_in *stand_in, const char *name, unsigned
     const char *rest = stand_in->name;
     if (!starts_with(&rest, name))
         return false;
-    starts_with(&rest, "_v2");
+    if (!starts_with(&rest, "_v2") && !starts_with(&rest, "_v3"))
+        starts_with(&rest, "_v4");
     bool per_thread = starts_with(&rest, "_ptsz");
     return *rest == '\0' && (!per_thread || flags == PER_THREAD_DEFAULT_STREAM);
 }

@@ -428,13 +428,12 @@ static void mark_in_use(void)
     }
 }
 
-size_t mappings_plan(size_t offset)
+void mappings_plan(void)
 {
     for (size_t at = 0; at < memory_count; at++) {
         memories[at].in_use = false;
         memories[at].address = 0;
         memories[at].context = contexts[memories[at].properties.location.id];
-        memories[at].offset = NOT_COPIED;
     }
     mark_in_use();
     bool can_retain = driver()->cuMemRetainAllocationHandle != NULL;
@@ -444,13 +443,24 @@ size_t mappings_plan(size_t offset)
         bool whole = mapping->offset == 0 && mapping->bytes == memory->bytes;
         bool writable = mapping->access[memory->properties.location.id] == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
         if (whole && writable && !memory->in_use && memory->kept == 0 && memory->address == 0 &&
-            memory->context != NULL && (memory->has_original || can_retain)) {
+            memory->context != NULL && (memory->has_original || can_retain))
             memory->address = mapping->address;
-            memory->offset = offset;
-            offset += memory->bytes;
-        }
     }
-    return offset;
+    for (size_t at = 0; at < memory_count; at++)
+        if (memories[at].address == 0)
+            memories[at].offset = NOT_COPIED;
+}
+
+size_t *mappings_next_offset(size_t *at, size_t *bytes)
+{
+    while (*at < memory_count) {
+        struct memory *memory = &memories[(*at)++];
+        if (memory->address == 0)
+            continue;
+        *bytes = memory->bytes;
+        return &memory->offset;
+    }
+    return NULL;
 }
 
 bool mappings_copied(size_t *at, struct copied *next)

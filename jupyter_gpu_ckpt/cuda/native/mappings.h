@@ -70,10 +70,14 @@ void mappings_in_child(void);
 
 /* -- swaps: while the tables are locked (`table_lock_for_swap`) */
 
-/* Decide what is swapped, and give it places in host memory from ``offset`` on; return where they end. */
-size_t mappings_plan(size_t offset);
+/* Decide what is swapped.  Its offsets in host memory are those of the last time, if it was swapped then. */
+void mappings_plan(void);
 
-/* What is swapped is copied by one mapping of it: the next after ``at``, which begins as 0; false at the end. */
+/* The offset in host memory of what is swapped, for the caller to change, and its bytes: the next after ``at``, which
+ * begins as 0; NULL at the end. */
+size_t *mappings_next_offset(size_t *at, size_t *bytes);
+
+/* What is swapped is copied by one mapping of it: the next, likewise; false at the end. */
 struct copied {
     CUcontext context;
     CUdeviceptr address;

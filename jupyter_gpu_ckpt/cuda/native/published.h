@@ -23,6 +23,7 @@ struct published {
     atomic_int launch_gate; /* read by every gated call (`launch_gate.c`) */
     atomic_int touches;     /* calls that found the gate closed, since it was */
     atomic_llong wanted;    /* bytes of allocations that wait for free memory (`memory_wait.h`) */
+    unsigned char wanted_on[16]; /* UUID of the GPU, if a context waits; else zeros */
 };
 
 extern struct published gpu_ckpt_published __attribute__((visibility("hidden")));

@@ -12,6 +12,7 @@
 #include "child.h"
 #include "launch_gate.h"
 #include "managed.h"
+#include "memory_wait.h"
 #include "pools.h"
 #include "serving.h"
 
@@ -72,13 +73,17 @@ static CUdeviceptr serve_in_order(size_t bytes, CUmemoryPool pool, CUstream stre
         CUresult result = launch_gate_pass();                                                                          \
         if (result != CUDA_SUCCESS)                                                                                    \
             return result;                                                                                             \
-        CUdeviceptr served = address != NULL ? serve_in_order(bytes, NULL, stream, per_thread) : 0;                    \
-        if (served != 0)                                                                                               \
-            *address = served;                                                                                         \
-        else                                                                                                           \
+        bool waited = false;                                                                                           \
+        do {                                                                                                           \
+            CUdeviceptr served = address != NULL ? serve_in_order(bytes, NULL, stream, per_thread) : 0;                \
+            if (served != 0) {                                                                                         \
+                *address = served;                                                                                     \
+                return CUDA_SUCCESS;                                                                                   \
+            }                                                                                                          \
             do                                                                                                         \
                 result = original->name(address, bytes, stream);                                                       \
             while (result == CUDA_ERROR_OUT_OF_MEMORY && collect_freed(true));                                         \
+        } while (result == CUDA_ERROR_OUT_OF_MEMORY && !waited && (waited = memory_wait(bytes)));                      \
         return result;                                                                                                 \
     }
 ALLOCATE(cuMemAllocAsync, false)
@@ -91,15 +96,19 @@ ALLOCATE(cuMemAllocAsync_ptsz, true)
         CUresult result = launch_gate_pass();                                                                          \
         if (result != CUDA_SUCCESS)                                                                                    \
             return result;                                                                                             \
-        CUdeviceptr served = 0;                                                                                        \
-        if (address != NULL && pool != NULL)                                                                           \
-            served = serve_in_order(bytes, pool, stream, per_thread);                                                  \
-        if (served != 0)                                                                                               \
-            *address = served;                                                                                         \
-        else                                                                                                           \
+        bool waited = false;                                                                                           \
+        do {                                                                                                           \
+            CUdeviceptr served = 0;                                                                                    \
+            if (address != NULL && pool != NULL)                                                                       \
+                served = serve_in_order(bytes, pool, stream, per_thread);                                              \
+            if (served != 0) {                                                                                         \
+                *address = served;                                                                                     \
+                return CUDA_SUCCESS;                                                                                   \
+            }                                                                                                          \
             do                                                                                                         \
                 result = original->name(address, bytes, pool, stream);                                                 \
             while (result == CUDA_ERROR_OUT_OF_MEMORY && collect_freed(true));                                         \
+        } while (result == CUDA_ERROR_OUT_OF_MEMORY && !waited && (waited = memory_wait(bytes)));                      \
         return result;                                                                                                 \
     }
 ALLOCATE_FROM_POOL(cuMemAllocFromPoolAsync, false)

@@ -1,23 +1,57 @@
+#define _GNU_SOURCE
 #include "swap.h"
+
+#include <string.h>
+#include <sys/mman.h>
 
 #include "copies.h"
 #include "host_memory.h"
 #include "mappings.h"
+#include "memory_pressure.h"
 
-static bool is_swapped_out; /* the valid content is in host memory, and some allocations or all have no device memory */
-static bool is_spent;       /* everything was swapped in, and host memory can be freed */
+/* What is in host memory: a copy of what is on the device, since nothing runs; the only valid content, and some
+ * allocations or all have no device memory; a copy of what was on the device once. */
+static enum { NOTHING, COPIED, SWAPPED_OUT, KEPT } content;
+static size_t limit; /* bytes that are kept at the most */
 
-void swap_discard_copy(void)
+static bool is_kept(void)
 {
-    if (!is_swapped_out)
-        host_memory_free();
-    is_spent = false;
+    return content == KEPT && limit != 0 && host_memory_may_stay() && host_memory_taken() <= limit;
+}
+
+static void free_host(void)
+{
+    host_memory_free();
+    content = NOTHING;
 }
 
 void swap_free_host(void)
 {
-    if (is_spent)
-        swap_discard_copy();
+    if (content == KEPT && !is_kept())
+        free_host();
+}
+
+void swap_discard_copy(void)
+{
+    if (content == COPIED)
+        content = KEPT;
+    swap_free_host();
+}
+
+void swap_keep(size_t wanted)
+{
+    limit = wanted;
+    swap_free_host();
+}
+
+bool swap_is_to_keep(void) { return limit != 0; }
+
+bool swap_keeps(void) { return content == KEPT; }
+
+void swap_check_memory(void)
+{
+    if (content == KEPT && (swap_amounts().allocations == 0 || memory_is_short()))
+        free_host();
 }
 
 struct amounts swap_amounts(void)
@@ -28,33 +62,158 @@ struct amounts swap_amounts(void)
     mappings_total(&count, &bytes);
     amounts.allocations += count;
     amounts.bytes += bytes;
-    amounts.swapped_out = is_swapped_out ? host_memory_bytes() : 0;
+    amounts.swapped_out = content == SWAPPED_OUT ? host_memory_bytes() : 0;
+    amounts.kept = is_kept() ? host_memory_taken() : 0;
     return amounts;
+}
+
+/* -- offsets in host memory */
+
+/* The offset of the next memory of both tables that is copied, and its bytes; NULL at the end. */
+static size_t *next_offset(size_t *at, size_t *bytes)
+{
+    size_t slots;
+    struct allocation *table = allocations_table(&slots);
+    for (; *at < slots; (*at)++) {
+        struct allocation *each = &table[*at];
+        if (each->address != 0 && !each->shared && each->context != NULL) {
+            *bytes = each->bytes;
+            (*at)++;
+            return &each->offset;
+        }
+    }
+    size_t mapped = *at - slots;
+    size_t *found = mappings_next_offset(&mapped, bytes);
+    *at = slots + mapped;
+    return found;
+}
+
+/* Decide what is copied, and return its bytes. */
+static size_t plan(void)
+{
+    size_t slots, all = 0, bytes;
+    struct allocation *table = allocations_table(&slots);
+    for (size_t at = 0; at < slots; at++)
+        if (table[at].address != 0 && (table[at].shared || table[at].context == NULL))
+            table[at].offset = NOT_COPIED;
+    mappings_plan();
+    for (size_t at = 0; next_offset(&at, &bytes) != NULL;)
+        all += bytes;
+    return all;
+}
+
+static void place_anew(void)
+{
+    size_t end = 0, bytes, *offset;
+    for (size_t at = 0; (offset = next_offset(&at, &bytes)) != NULL;) {
+        *offset = end;
+        end += bytes;
+    }
+}
+
+/* Pages of host memory, for each whether it has a memory's content. */
+struct layout {
+    char *occupied;
+    size_t pages, first_free, end; /* ``end``: of those that have */
+};
+
+static bool claim(struct layout *layout, size_t offset, size_t count)
+{
+    size_t page = offset / DIGEST_PAGE;
+    if (offset % DIGEST_PAGE != 0 || page > layout->pages || count > layout->pages - page ||
+        memchr(layout->occupied + page, 1, count) != NULL)
+        return false;
+    memset(layout->occupied + page, 1, count);
+    layout->end = page + count > layout->end ? page + count : layout->end;
+    return true;
+}
+
+/* The first hole of so many pages; behind all that there is one. */
+static size_t hole(struct layout *layout, size_t count)
+{
+    while (layout->first_free < layout->end && layout->occupied[layout->first_free])
+        layout->first_free++;
+    for (size_t page = layout->first_free; page + count <= layout->end;) {
+        const char *next = memchr(layout->occupied + page, 1, count);
+        if (next == NULL)
+            return page;
+        page = (size_t)(next - layout->occupied) + 1;
+    }
+    return layout->end;
+}
+
+static size_t pages_of(size_t bytes) { return (bytes + DIGEST_PAGE - 1) / DIGEST_PAGE; }
+
+/* Memory that had a place the last time keeps it, other memory gets the holes and what is behind all; false: that would
+ * waste too much.  An offset of the last time is only a guess at where the content is: its digest decides. */
+static bool place_again(struct layout *layout, size_t all)
+{
+    size_t bytes, *offset, kept = pages_of(host_memory_bytes());
+    layout->end = kept;
+    for (size_t at = 0; (offset = next_offset(&at, &bytes)) != NULL;)
+        if (*offset != NOT_COPIED && (*offset + bytes > host_memory_bytes() || !claim(layout, *offset, pages_of(bytes))))
+            *offset = NOT_COPIED;
+    for (size_t at = 0; (offset = next_offset(&at, &bytes)) != NULL;)
+        if (*offset == NOT_COPIED) {
+            *offset = hole(layout, pages_of(bytes)) * DIGEST_PAGE;
+            if (!claim(layout, *offset, pages_of(bytes)))
+                return false;
+        }
+    return layout->end * DIGEST_PAGE <= all + all / 4 + 4 * EXTENT_BYTES;
+}
+
+/* Of host memory that is kept: hold zeros where no memory has its place any more. */
+static CUresult clear_holes(const struct layout *layout)
+{
+    CUresult result = host_memory_open();
+    size_t end = layout->end;
+    for (size_t page = 0; page < end && result == CUDA_SUCCESS; page++)
+        if (!layout->occupied[page])
+            result = host_memory_set_zero(page * DIGEST_PAGE, DIGEST_PAGE);
+    host_memory_close();
+    return result;
+}
+
+/* Give everything that is copied its place in the host memory that is kept; false: it needs another one. */
+static bool arrange_again(size_t all)
+{
+    struct layout layout = {.pages = pages_of(host_memory_bytes()) + pages_of(all) + 1};
+    layout.pages *= 2; /* parts of pages, with a granularity of memory that is none of theirs */
+    void *mapped = mmap(NULL, layout.pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED)
+        return false;
+    layout.occupied = mapped;
+    bool done = host_memory_is_intact() && place_again(&layout, all) &&
+                host_memory_enlarge(layout.end * DIGEST_PAGE) == CUDA_SUCCESS && clear_holes(&layout) == CUDA_SUCCESS;
+    munmap(layout.occupied, layout.pages);
+    return done;
+}
+
+static CUresult arrange(size_t all)
+{
+    if (limit != 0 && (content == KEPT || content == COPIED) && arrange_again(all)) {
+        content = NOTHING; /* that is complete */
+        return CUDA_SUCCESS;
+    }
+    free_host();
+    place_anew();
+    return host_memory_create(all);
 }
 
 CUresult swap_copy_out(void)
 {
-    if (driver() == NULL || is_swapped_out)
+    if (driver() == NULL || content == SWAPPED_OUT)
         return CUDA_SUCCESS;
-    swap_discard_copy();
-    size_t slots, bytes = 0;
-    struct allocation *table = allocations_table(&slots);
-    for (size_t at = 0; at < slots; at++)
-        if (table[at].address != 0) {
-            bool stays = table[at].shared || table[at].context == NULL;
-            table[at].offset = stays ? NOT_COPIED : bytes;
-            bytes += stays ? 0 : table[at].bytes;
-        }
-    bytes = mappings_plan(bytes);
-    if (bytes == 0)
-        return CUDA_SUCCESS;
-    CUresult result = copies_wait();
-    if (result == CUDA_SUCCESS)
-        result = host_memory_create(bytes);
-    if (result == CUDA_SUCCESS)
-        result = copies_run(true);
-    if (result != CUDA_SUCCESS)
-        swap_discard_copy();
+    size_t all = plan();
+    CUresult result = all != 0 ? copies_wait() : CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS && all != 0)
+        result = arrange(all);
+    if (result == CUDA_SUCCESS && all != 0)
+        result = copies_run_out(limit != 0);
+    if (result != CUDA_SUCCESS || all == 0)
+        free_host();
+    else
+        content = COPIED;
     return result;
 }
 
@@ -77,9 +236,9 @@ static CUresult each_copied(CUresult (*step)(struct allocation *), bool past_err
 
 CUresult swap_free_device(void)
 {
-    if (host_memory_bytes() == 0)
+    if (content != COPIED && content != SWAPPED_OUT)
         return CUDA_SUCCESS;
-    is_swapped_out = true;
+    content = SWAPPED_OUT;
     CUresult result = copies_pending() ? copies_wait() : CUDA_SUCCESS;
     if (result == CUDA_SUCCESS)
         result = each_copied(allocation_unmap, false);
@@ -92,7 +251,7 @@ CUresult swap_free_device(void)
 
 CUresult swap_in(void)
 {
-    if (!is_swapped_out)
+    if (content != SWAPPED_OUT)
         return CUDA_SUCCESS;
     CUresult result = copies_pending() ? copies_wait() : CUDA_SUCCESS;
     if (result == CUDA_SUCCESS)
@@ -100,7 +259,7 @@ CUresult swap_in(void)
     if (result == CUDA_SUCCESS)
         result = mappings_map();
     if (result == CUDA_SUCCESS)
-        result = copies_run(false);
+        result = copies_run_in();
     if (result != CUDA_SUCCESS) {
         if (!copies_pending() || copies_wait() == CUDA_SUCCESS) {
             each_copied(allocation_unmap, true);
@@ -109,7 +268,6 @@ CUresult swap_in(void)
         return result;
     }
     mappings_swapped_in();
-    is_swapped_out = false;
-    is_spent = true;
+    content = KEPT;
     return CUDA_SUCCESS;
 }

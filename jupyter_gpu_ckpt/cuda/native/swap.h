@@ -3,11 +3,22 @@
 
 #include "allocations.h"
 
-/* Number of allocations, their bytes, and the bytes that are swapped out; may be called at any time. */
+/* Number of allocations, their bytes, the bytes that are swapped out, and those of host memory that is kept while
+ * they are on the device; may be called at any time. */
 struct amounts {
-    size_t allocations, bytes, swapped_out;
+    size_t allocations, bytes, swapped_out, kept;
 };
 struct amounts swap_amounts(void);
+
+/* Keep what was swapped in also in host memory, in files in memory, if that takes no more bytes than ``limit`` (0: never):
+ * the next copy then only moves pages that differ.  Gives up at once what is more. */
+void swap_keep(size_t limit);
+bool swap_is_to_keep(void);
+
+/* Whether something is kept; and give it up if host memory is short (`memory_pressure.h`), or if there is no allocation
+ * any more. */
+bool swap_keeps(void);
+void swap_check_memory(void);
 
 /* The steps below run while the table is locked (`table_lock_for_swap`) and every thread of the process except the
  * driver's own is stopped: a write to an allocation after its copy and before its memory is freed would be lost. */
@@ -20,12 +31,13 @@ CUresult swap_copy_out(void);
  * `swap_in`. */
 CUresult swap_free_device(void);
 
-/* Discard a copy whose allocations are still on the device. */
+/* Discard a copy whose allocations are still on the device, unless it is kept. */
 void swap_discard_copy(void);
 
 /* Bring everything back to the device.  After failure everything is still in host memory, and the call can be repeated;
  * device memory is freed as far as the driver allows. */
 CUresult swap_in(void);
 
-/* Free the host memory from which everything was swapped in: half a second for a hundred GiB, done after the reply. */
+/* Free the host memory from which everything was swapped in, unless it is kept: half a second for a hundred GiB, done
+ * after the reply. */
 void swap_free_host(void);

@@ -12,6 +12,7 @@
 #include "child.h"
 #include "launch_gate.h"
 #include "mappings.h"
+#include "memory_wait.h"
 #include "serving.h"
 
 /* Whether memory can be created again as it is created now. */
@@ -28,11 +29,13 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const C
 {
     DRIVER_WITH(cuMemCreate);
     CUresult result = launch_gate_pass();
+    bool waited = wanted == NULL || wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE; /* the host's memory */
     if (result != CUDA_SUCCESS)
         return result;
     do
         result = original->cuMemCreate(handle, bytes, wanted, flags);
-    while (result == CUDA_ERROR_OUT_OF_MEMORY && collect_freed(true));
+    while (result == CUDA_ERROR_OUT_OF_MEMORY &&
+           (collect_freed(true) || (!waited && (waited = memory_wait(bytes)))));
     if (result == CUDA_SUCCESS && is_reproducible(bytes, wanted)) {
         mappings_note_context();
         CUmemGenericAllocationHandle ours = mappings_add(*handle, bytes, wanted, flags);

@@ -1,9 +1,6 @@
-#define _GNU_SOURCE
 #include "zero_parts.h"
 
-#include <pthread.h>
-#include <stdatomic.h>
-#include <string.h>
+#include "device_kernels.h"
 
 #define NAME "gpu_ckpt_zero_parts"
 #define THREADS 256 /* of a block: each reads 16 bytes at a time, four times in SCAN_BYTES */
@@ -62,90 +59,12 @@ static const char ptx[] = ".version 6.0\n"
                           "    ret;\n"
                           "}\n";
 
-/* Where it is loaded; a context's id is never another's, its handle may be.  More contexts than these do without. */
-#define MOST 64
-static struct {
-    CUcontext context;
-    unsigned long long id; /* 0: this driver gives none */
-    CUfunction kernel;
-} loaded[MOST];
-static atomic_size_t count;
-static pthread_mutex_t changing = PTHREAD_MUTEX_INITIALIZER;
-
-bool zero_parts_are_loaded(void) { return atomic_load(&count) != 0; }
-
-void zero_parts_in_child(void)
-{
-    changing = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    memset(loaded, 0, sizeof loaded);
-    count = 0;
-}
-
-static unsigned long long id_of(CUcontext context)
-{
-    unsigned long long id = 0;
-    return driver()->cuCtxGetId != NULL && driver()->cuCtxGetId(context, &id) == CUDA_SUCCESS ? id : 0;
-}
-
-static CUfunction find(CUcontext context)
-{
-    CUfunction found = NULL;
-    unsigned long long id = id_of(context);
-    pthread_mutex_lock(&changing);
-    for (size_t at = 0; at < MOST && found == NULL; at++)
-        if (loaded[at].context == context && loaded[at].id == id)
-            found = loaded[at].kernel;
-    pthread_mutex_unlock(&changing);
-    return found;
-}
-
-static bool remember(CUcontext context, CUfunction kernel)
-{
-    size_t at = 0;
-    unsigned long long id = id_of(context);
-    pthread_mutex_lock(&changing);
-    while (at < MOST && loaded[at].context != NULL)
-        at++;
-    if (at < MOST) {
-        loaded[at].context = context;
-        loaded[at].id = id;
-        loaded[at].kernel = kernel;
-        count++;
-    }
-    pthread_mutex_unlock(&changing);
-    return at < MOST;
-}
-
-void zero_parts_forget(CUcontext context)
-{
-    pthread_mutex_lock(&changing);
-    for (size_t at = 0; at < MOST; at++)
-        if (loaded[at].context != NULL && loaded[at].context == context) {
-            loaded[at].context = NULL;
-            count--;
-        }
-    pthread_mutex_unlock(&changing);
-}
-
-void zero_parts_load(CUcontext context)
-{
-    const struct driver *cu = driver();
-    CUmodule module;
-    CUfunction kernel;
-    if (cu->cuModuleLoadData == NULL || cu->cuModuleUnload == NULL || cu->cuModuleGetFunction == NULL ||
-        find(context) != NULL)
-        return;
-    zero_parts_forget(context); /* another one that had its handle */
-    if (cu->cuModuleLoadData(&module, ptx) != CUDA_SUCCESS)
-        return;
-    if (cu->cuModuleGetFunction(&kernel, module, NAME) != CUDA_SUCCESS || !remember(context, kernel))
-        cu->cuModuleUnload(module);
-}
+void zero_parts_load(CUcontext context) { device_kernel_load(context, NAME, ptx); }
 
 bool zero_parts_scan(CUcontext context, CUstream stream, const struct scanned *parts, unsigned *found, size_t number)
 {
     const struct driver *cu = driver();
-    CUfunction kernel = find(context);
+    CUfunction kernel = device_kernel(context, NAME);
     CUdeviceptr parts_there, found_there;
     unsigned parts_count = (unsigned)number, blocks = number != 0 ? parts_count : 1;
     if (kernel == NULL || number > MOST_PARTS || cu->cuMemHostGetDevicePointer_v2 == NULL ||

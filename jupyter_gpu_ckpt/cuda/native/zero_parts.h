@@ -21,10 +21,3 @@ void zero_parts_load(CUcontext context);
 /* Launch the kernel on a stream of the current context.  ``parts`` and ``found`` are in host memory that is registered
  * with the driver, and stay there until the stream's work is done.  False: it was not launched. */
 bool zero_parts_scan(CUcontext context, CUstream stream, const struct scanned *parts, unsigned *found, size_t number);
-
-/* Whether any context has the kernel; may be called at any time. */
-bool zero_parts_are_loaded(void);
-
-/* Forget the kernel of a context that was destroyed; and all, in a child that was just forked. */
-void zero_parts_forget(CUcontext context);
-void zero_parts_in_child(void);

@@ -17,16 +17,16 @@ from jupyter_gpu_ckpt.lifecycle import context
 
 
 @pytest.fixture(scope="session")
-def doubles(tmp_path_factory):
+def doubles() -> Path:
     """The directory of libcuda.so.1 and libcudart.so.13."""
     if compiler() is None:
         pytest.skip("there is no C compiler on this machine")
-    return build_doubles(tmp_path_factory.mktemp("cuda"))
+    return build_doubles()
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory, doubles) -> Programs:
-    return build(tmp_path_factory.mktemp("native"), doubles)
+def programs(doubles) -> Programs:
+    return build(doubles)
 
 
 @pytest.fixture

@@ -33,10 +33,11 @@ void host_to_device(CUdeviceptr device, const char *host, size_t bytes);
 void set_device(CUdeviceptr device, int value, size_t bytes);
 bool device_is_zero(CUdeviceptr device, size_t bytes);
 
-/* Work of a kernel (`modules_double.c`): of the one that the library loads. */
+/* Work of a kernel (`modules_double.c`): of those that the library loads. */
 struct launch {
     CUfunction kernel;
-    CUdeviceptr parts, found;
+    CUdeviceptr read, found;
+    unsigned long long key[2];
     unsigned blocks, number;
 };
 void run_kernel(const struct launch *launch, CUcontext context);
@@ -72,9 +73,13 @@ struct outstanding {
 void double_outstanding(struct outstanding *);
 void double_set_bytes(size_t bytes);             /* of the device */
 void double_set_delay(unsigned microseconds);    /* of each copy on a stream */
+bool double_is_held(void);                       /* by a ``double_hold`` */
 /* Calls ``nth`` (1: the next) and, if ``lasting``, all later ones of the function fail; 0: none; "*": any function. */
 void double_fail(const char *function, long nth, bool lasting, CUresult result);
-void double_slow(const char *function, unsigned microseconds); /* the next call of it */
+/* The next call of the function waits (``double_waits``: it does now) until ``double_continue``. */
+void double_stop(const char *function);
+bool double_waits(void);
+void double_continue(void);
 long double_calls(const char *function);         /* since the last double_fail */
 const char *double_called(size_t index);         /* names, until NULL */
 CUresult double_primary_context(CUcontext *);

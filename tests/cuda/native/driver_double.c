@@ -110,13 +110,19 @@ EXPORT void double_read(void)
     pthread_rwlock_unlock(&driver_lock);
 }
 
+static atomic_bool held;
+
 EXPORT void double_hold(unsigned microseconds)
 {
     pthread_mutex_lock(&writers_mutex);
+    atomic_store(&held, true);
     usleep(microseconds);
+    atomic_store(&held, false);
     pthread_mutex_unlock(&writers_mutex);
     usleep(1000); /* for threads that wait */
 }
+
+EXPORT bool double_is_held(void) { return atomic_load(&held); }
 
 static void lock(void) { pthread_rwlock_wrlock(&driver_lock); }
 static void unlock(void) { pthread_rwlock_unlock(&driver_lock); }

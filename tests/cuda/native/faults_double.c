@@ -23,10 +23,11 @@ static struct {
     bool lasting;
     CUresult result;
 } fault;
+static pthread_cond_t goes_on = PTHREAD_COND_INITIALIZER;
 static struct {
     char function[48];
-    unsigned microseconds;
-} slow;
+    bool begun, waits;
+} stop;
 
 void misuse(const char *format, ...)
 {
@@ -57,19 +58,36 @@ CUresult entered(const char *function)
         if (fault.seen == fault.nth || (fault.lasting && fault.seen > fault.nth))
             result = fault.result;
     }
-    unsigned wait = strcmp(slow.function, function) == 0 ? slow.microseconds : 0;
-    slow.microseconds -= wait; /* for one call */
+    if (strcmp(stop.function, function) == 0 && !stop.begun) {
+        stop.begun = stop.waits = true; /* one call */
+        while (stop.waits)
+            pthread_cond_wait(&goes_on, &mutex);
+    }
     pthread_mutex_unlock(&mutex);
-    if (wait != 0)
-        usleep(wait);
     return result;
 }
 
-EXPORT void double_slow(const char *function, unsigned microseconds)
+EXPORT void double_stop(const char *function)
 {
     pthread_mutex_lock(&mutex);
-    snprintf(slow.function, sizeof slow.function, "%s", function);
-    slow.microseconds = microseconds;
+    snprintf(stop.function, sizeof stop.function, "%s", function);
+    stop.begun = false;
+    pthread_mutex_unlock(&mutex);
+}
+
+EXPORT bool double_waits(void)
+{
+    pthread_mutex_lock(&mutex);
+    bool waits = stop.waits;
+    pthread_mutex_unlock(&mutex);
+    return waits;
+}
+
+EXPORT void double_continue(void)
+{
+    pthread_mutex_lock(&mutex);
+    stop.waits = false;
+    pthread_cond_broadcast(&goes_on);
     pthread_mutex_unlock(&mutex);
 }
 

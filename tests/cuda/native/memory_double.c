@@ -1062,6 +1062,22 @@ bool device_is_zero(CUdeviceptr device, size_t bytes)
 
 EXPORT void double_set_bytes(size_t bytes) { capacity = bytes; }
 
+/* Without a context, as the real ones. */
+EXPORT CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
+{
+    ENTER();
+    *bytes = capacity;
+    return device < 0 || device >= device_count() ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device)
+{
+    ENTER();
+    memset(uuid, 0, sizeof *uuid);
+    uuid->bytes[15] = (char)(10 + device); /* ...0a, ...0b */
+    return device < 0 || device >= device_count() ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+}
+
 EXPORT void double_outstanding(struct outstanding *all)
 {
     pthread_mutex_lock(&mutex);

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import shlex
 import shutil
 import subprocess
 import sysconfig
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock
 
 import jupyter_gpu_ckpt.cuda
 
 HERE = Path(__file__).parent
+#: What is built of the sources as they are, for all processes and runs; `make clean` removes it.
+BUILT = HERE.parents[2] / "build" / "tests"
 NATIVE = Path(jupyter_gpu_ckpt.cuda.__file__).parent / "native"
 FLAGS = ("-g", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}")
 #: A stream copies what a sanitizer would take for an access of the program.
@@ -42,15 +50,54 @@ class Programs:
         return [str(self.directory / "loader"), str(self.directory / "libsubject.so")]
 
 
-def build_doubles(directory: Path, *, without: str | None = None) -> Path:
-    """libcuda.so.1 and libcudart.so.13; ``without``: a function that this driver lacks."""
+@functools.cache
+def _sources() -> str:
+    """A digest of all that is compiled, and of the compiler."""
+    digest = hashlib.sha256(subprocess.run([compiler() or "cc", "--version"], capture_output=True).stdout)
+    for path in sorted([*HERE.glob("*.[ch]"), *NATIVE.glob("*.[ch]"), Path(__file__)]):
+        digest.update(b"\0".join((path.name.encode(), path.read_bytes(), b"")))
+    return digest.hexdigest()
+
+
+def built(make: Callable[[Path], None], *what: str) -> Path:
+    """The directory into which ``make`` builds ``what``: once for all who run these tests of these sources.
+
+    For a user who may not write into the checkout, once in its directory for temporary files.
+    """
+    words = "-".join(what)
+    name = f"{what[0]}-{hashlib.sha256(f'{_sources()} {words}'.encode()).hexdigest()[:16]}"
+    if (BUILT / name).exists():
+        return BUILT / name
+    try:
+        BUILT.mkdir(parents=True, exist_ok=True)
+        base = BUILT if os.access(BUILT, os.W_OK) else None
+    except OSError:
+        base = None
+    if base is None:
+        base = Path(tempfile.gettempdir()) / f"gpu-ckpt-tests-{os.geteuid()}"
+        base.mkdir(0o755, exist_ok=True)
+    with FileLock(base / "lock"):
+        if not (base / name).exists():
+            with tempfile.TemporaryDirectory(dir=base) as around:
+                draft = Path(around) / name
+                draft.mkdir()
+                make(draft)
+                draft.rename(base / name)
+    return base / name
+
+
+def build_doubles(*, without: str | None = None) -> Path:
+    """The directory of libcuda.so.1 and libcudart.so.13; ``without``: a function that this driver lacks."""
+    return built(functools.partial(_build_doubles, without=without), "doubles", str(without))
+
+
+def _build_doubles(directory: Path, *, without: str | None) -> None:
     lacking = [f"-D{without}={without}_of_a_newer_driver"] if without else []
     names = ("faults", "memory", "driver", "lookup", "calls", "modules")
     sources = [f"{name}_double.c" for name in names]
     driver = [*sources, "-Wl,-Bsymbolic", "-lpthread"]
     cc(*DOUBLE, *lacking, "-Wl,-soname,libcuda.so.1", "-o", directory / "libcuda.so.1", *driver)
     cc(*DOUBLE, "-Wl,-soname,libcudart.so.13", "-o", directory / "libcudart.so.13", "runtime_double.c", "-ldl")
-    return directory
 
 
 def build_c_library(directory: Path, *definitions: str) -> Path:
@@ -60,20 +107,30 @@ def build_c_library(directory: Path, *definitions: str) -> Path:
     return made
 
 
-def build(directory: Path, doubles: Path, *sanitize: str, define: str = "") -> Programs:
+def build(doubles: Path, *sanitize: str, define: str = "") -> Programs:
     """The library as setup.py builds it, and the program; with the sanitizers of gcc that are named."""
+    make = functools.partial(_build, doubles=doubles, sanitize=sanitize, define=define)
+    runtimes = {"address": "libasan.so", "thread": "libtsan.so"}
+    first = tuple(_runtime(runtimes[name]) for name in sanitize if name in runtimes)
+    return Programs(built(make, "programs", *sanitize, define), first)
+
+
+def build_library(directory: Path, flags: Sequence[str]) -> None:
+    """The library alone, as _fastpath.so."""
+    sources = sorted(str(source) for source in NATIVE.glob("*.c"))
+    shared = ("-std=c11", "-fvisibility=hidden", "-shared")
+    cc(*shared, *flags, "-o", directory / "_fastpath.so", *sources, "-lpthread", "-ldl")
+
+
+def _build(directory: Path, *, doubles: Path, sanitize: tuple[str, ...], define: str) -> None:
     flags = ["-O1", "-fno-omit-frame-pointer", f"-fsanitize={','.join(sanitize)}"] if sanitize else ["-O2"]
     if "undefined" in sanitize:
         flags.append("-fno-sanitize-recover=undefined")
-    sources = sorted(str(source) for source in NATIVE.glob("*.c"))
-    shared = ["-std=c11", "-fvisibility=hidden", "-shared", *([f"-D{define}"] if define else [])]
-    cc(*shared, *flags, "-o", directory / "_fastpath.so", *sources, "-lpthread", "-ldl")
+    build_library(directory, [*flags, *([f"-D{define}"] if define else [])])
     runtime = [f"-L{doubles}", "-l:libcudart.so.13"]
     cc("-std=gnu11", *flags, "-shared", "-o", directory / "libsubject.so", "subject.c", *runtime, "-lpthread", "-ldl")
     cc("-std=gnu11", *flags, "-o", directory / "loader", "loader.c", "-ldl")
     cc("-std=gnu11", *flags, "-DDIRECT", "-o", directory / "direct", "subject.c", *runtime, "-lpthread", "-ldl")
-    runtimes = {"address": "libasan.so", "thread": "libtsan.so"}
-    return Programs(directory, tuple(_runtime(runtimes[name]) for name in sanitize if name in runtimes))
 
 
 def why_no_sanitizer(name: str, library: str, directory: Path) -> str | None:

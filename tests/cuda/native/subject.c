@@ -369,16 +369,43 @@ static void child_sockets(void)
     printf("%d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
 }
 
-/* Map so many MiB as the driver, which asks for some bytes less, or as the program, with every 256th page filled. */
+/* Fill every 256th page of memory that is zero. */
+static void fill_pages(char *memory, size_t bytes)
+{
+    for (size_t at = 0; at < bytes; at += SPARSE)
+        memset(memory + at, 1 + (int)(at / SPARSE % 255), 4096);
+}
+
+/* Map so many MiB as the driver, which asks for some bytes less, or as the program, and fill them. */
 static void map(const char *who, size_t mib)
 {
     size_t bytes = mib << 20;
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
     char *memory = strcmp(who, "driver") == 0 ? DRIVER(void *, double_map, size_t)(bytes - 1000)
                                               : mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
-    for (size_t at = 0; at < bytes; at += SPARSE)
-        memset(memory + at, 1 + (int)(at / SPARSE % 255), 4096);
+    fill_pages(memory, bytes);
     printf("%p\n", (void *)memory);
+}
+
+/* Map so many MiB of a file of ones there, filled as the others; or nothing that can be read. */
+static void replace(void *memory, size_t mib, const char *by)
+{
+    size_t bytes = mib << 20;
+    if (strcmp(by, "nothing") == 0) {
+        void *mapped = mmap(memory, bytes, PROT_NONE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        printf("%p\n", mapped);
+        return;
+    }
+    int file = memfd_create("ones", MFD_CLOEXEC);
+    char *ones = malloc(bytes);
+    memset(ones, 0xff, bytes);
+    bool written = write(file, ones, bytes) == (ssize_t)bytes;
+    free(ones);
+    char *mapped = mmap(memory, bytes, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE, file, 0);
+    close(file);
+    memset(mapped, 0, bytes);
+    fill_pages(mapped, bytes);
+    printf("%p\n", written ? (void *)mapped : NULL);
 }
 
 /* The bytes of that memory which are not what they were. */
@@ -390,11 +417,28 @@ static size_t bytes_changed(const char *memory, size_t mib)
     return found;
 }
 
+/* Bytes of an allocation become others. */
+BY_GPU static void poke(const struct held *held, size_t at, size_t count, int value)
+{
+    for (size_t end = at + count; at < end && at < held->bytes; at++)
+        held->memory[at] = (unsigned char)value;
+}
+
+/* A number for all contents, in which each 8 bytes and where they are count. */
+BY_GPU static uint64_t sum(void)
+{
+    uint64_t all = 0;
+    for (size_t number = 0; number < allocation_count; number++)
+        for (size_t at = 0; allocations[number].memory != NULL && at + 8 <= allocations[number].bytes; at += 8)
+            all = (all ^ *(volatile uint64_t *)(allocations[number].memory + at)) * 0x100000001B3ull + number;
+    return all;
+}
+
 static void perform(char *line)
 {
     char *words = strchr(line, ' ');
     words = words != NULL ? (*words = '\0', words + 1) : line + strlen(line);
-    size_t number = strtoul(words, NULL, 10);
+    size_t number = strtoul(words, NULL, 10), at, count;
     char name[64];
     long nth;
     int lasting, result;
@@ -403,6 +447,8 @@ static void perform(char *line)
         map(name, number);
     else if (strcmp(line, "changed") == 0 && sscanf(words, "%p %zu", &memory, &number) == 2)
         printf("%zu\n", bytes_changed(memory, number));
+    else if (strcmp(line, "replace") == 0 && sscanf(words, "%p %zu %63s", &memory, &number, name) == 3)
+        replace(memory, number, name);
     else if (strcmp(line, "unmap") == 0 && sscanf(words, "%p %zu", &memory, &number) == 2)
         printf("%d\n", munmap(memory, number << 20));
     else if (strcmp(line, "alloc") == 0)
@@ -418,6 +464,11 @@ static void perform(char *line)
                            &handle, (CUdeviceptr)allocations[number].memory));
     } else if (strcmp(line, "check") == 0)
         check();
+    else if (strcmp(line, "poke") == 0 && sscanf(words, "%zu %zu %zu %d", &number, &at, &count, &result) == 4) {
+        poke(&allocations[number], at, count, result);
+        puts("ok");
+    } else if (strcmp(line, "sum") == 0)
+        printf("%llx\n", (unsigned long long)sum());
     else if (strcmp(line, "address") == 0)
         printf("%p\n", (void *)allocations[number].memory);
     else if (strcmp(line, "outstanding") == 0)

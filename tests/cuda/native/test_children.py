@@ -5,6 +5,7 @@ The processes, their library, the capsule and CRIU are real, the drivers are dou
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
 import socket
@@ -16,7 +17,7 @@ import pytest
 from cuda_family import SIZES, Child, Family
 from fast_kernel import CONTEXT
 from fast_program import MIB, A
-from programs import NATIVE, cc
+from programs import build_library, built
 from suspending import thread_states
 from test_frozen import attach_again
 
@@ -198,9 +199,8 @@ def without(family: Family, programs, tmp_path) -> dict[str, str]:
 
 
 def other_release(family: Family, programs, tmp_path) -> dict[str, str]:
-    library = tmp_path / "other_fastpath.so"
-    sources = sorted(str(source) for source in NATIVE.glob("*.c"))
-    cc("-std=c11", "-O2", "-fvisibility=hidden", "-shared", "-DCONTROL_VERSION=99", "-o", library, *sources, "-ldl")
+    make = functools.partial(build_library, flags=("-O2", "-DCONTROL_VERSION=99"))
+    library = built(make, "other-release") / "_fastpath.so"
     return {"LD_PRELOAD": str(library), fastpath.CHILDREN_VARIABLE: str(family.program.directory / fastpath.SOCKET)}
 
 
@@ -240,7 +240,7 @@ def test_the_next_owner_brings_a_child_back_whose_owner_ended_in_the_middle(fami
     monkeypatch.setattr(fastpath._Library, "exchange", ends)
     cuda_processes.lock(kernel)
     with pytest.raises(Ended):
-        cuda_processes.swap_out(kernel, pids, timeout_s=30, choose_directory=lambda _: None)
+        cuda_processes.swap_out(kernel, pids, timeout_s=30, choose_directory=lambda _, __: None)
     monkeypatch.undo()
     attach_again(family)
     if family.lifecycle.state is State.SUSPENDED:

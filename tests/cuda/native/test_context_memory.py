@@ -54,3 +54,13 @@ def test_what_the_program_has_mapped_in_the_place_of_the_driver_s_memory_stays(s
     assert low < int(memory, 16) + SIZE * MIB and int(memory, 16) < high, "it is at another place"
     assert dropped(suspended, resident(suspended)) < 8
     assert suspended.ask("changed", again, SIZE - 32) == "0"
+
+
+@pytest.mark.parametrize("by", ["nothing", "file"])
+def test_other_memory_exactly_in_the_place_of_the_driver_s_is_neither_read_nor_dropped(suspended, by):
+    """Reading what cannot be read would kill the program; zeros over a file's content are no zeros of Linux."""
+    memory = suspended.ask("map", "driver", SIZE)
+    assert suspended.ask("replace", memory, SIZE, by) == memory
+    assert dropped(suspended, resident(suspended)) < 8
+    if by == "file":
+        assert suspended.ask("changed", memory, SIZE) == "0"

@@ -46,8 +46,8 @@ def retry(subject: Subject, control: Control) -> None:
 
 
 @pytest.fixture(
-    params=[(1, "cuda"), (2, "cuda"), (1, "map"), (2, "map"), (1, "released"), (1, "async"), (1, "zeros")],
-    ids=["one device", "two devices", "mapped", "mapped, two devices", "handles released", "in order", "zeros"],
+    params=[(1, "cuda"), (2, "cuda"), (1, "map"), (2, "map"), (1, "released"), (1, "async"), (1, "zeros"), (1, "kept")],
+    ids=["one device", "two devices", "mapped", "mapped, two devices", "handles released", "in order", "zeros", "kept"],
 )
 def filled(request, programs, doubles):
     """A subject with a block of each of the `SIZES`, on as many devices, allocated in one way."""
@@ -58,8 +58,12 @@ def filled(request, programs, doubles):
             device = number % devices
             assert device == 0 or subject.ask("context", device) == "0"
             density = "zeros" if api == "zeros" and number != 0 else "full"
-            subject.alloc(1, size, api if api != "zeros" else "cuda", density)
+            subject.alloc(1, size, api if api not in ("zeros", "kept") else "cuda", density)
             assert device == 0 or subject.ask("pop") == "0"
+        if api == "kept":  # of the first round; then there are only digests to compute
+            (subject.path.parent / "host-memory" / "gpu-ckpt-extents").mkdir(parents=True)
+            with subject.control() as control:
+                control.must(f"keep {TOTAL}")
         yield subject
 
 
@@ -138,6 +142,7 @@ def used(subject: Subject, number: int) -> int:
     return pages * resource.getpagesize()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
     ("number", "free"),

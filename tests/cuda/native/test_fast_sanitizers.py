@@ -30,11 +30,10 @@ OPTIONS = {
 
 
 def sanitized(tmp_path_factory, doubles, name: str, library: str, *more: str) -> Programs:
-    directory = tmp_path_factory.mktemp(name)
-    reason = why_no_sanitizer(name, library, directory)
+    reason = why_no_sanitizer(name, library, tmp_path_factory.mktemp(name))
     if reason:
         pytest.skip(reason)
-    return build(directory, doubles, name, *more)
+    return build(doubles, name, *more)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,8 @@ def resting(subject: Subject) -> Iterator[None]:
 
 
 def hammer(subject: Subject, threads: int, rounds: int, still) -> None:
-    """Rounds while threads of the subject allocate, write, check and free."""
+    """Rounds while threads of the subject allocate, write, check and free; a copy is kept after some."""
+    (subject.path.parent / "host-memory" / "gpu-ckpt-extents").mkdir(parents=True)
     kept = [subject.alloc(1, size * MIB, density="sparse") for size in (2, 3, 8)]
     kept.append(subject.alloc(1, 6 * MIB, density="zeros"))
     assert subject.ask("churn", threads) == "ok"
@@ -76,6 +76,7 @@ def hammer(subject: Subject, threads: int, rounds: int, still) -> None:
             before = int(subject.ask("rounds"))
             until(lambda: int(subject.ask("rounds")) > before + threads, "the threads run")  # noqa: B023
             assert control.ask("status")["allocations"] >= len(kept)  # at any time
+            control.must(f"keep {1 << 30 if turn % 5 else 0}")
             with still(subject):
                 if turn % 3 == 2:
                     gives_up(control)

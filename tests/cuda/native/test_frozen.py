@@ -20,15 +20,14 @@ from jupyter_gpu_ckpt.testing.fake_cuda import LOCKED, RUNNING
 
 #: A thread that nearly always sleeps with a lock which the library's calls need.
 HOLDS = """
-holds, begun, released = threading.Event(), threading.Event(), threading.Event()
+holds, released = threading.Event(), threading.Event()
 holds.set()
 def hold():
     driver = ctypes.CDLL("libcuda.so.1")
-    begun.set()
     while holds.is_set(): driver.double_hold(2_000_000)
     released.set()
 threading.Thread(target=hold, daemon=True).start()
-begun.wait(), time.sleep(0.2)
+while not ctypes.CDLL("libcuda.so.1").double_is_held() & 1: time.sleep(0.001)
 """
 
 

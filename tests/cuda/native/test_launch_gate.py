@@ -171,9 +171,7 @@ def test_a_closed_gate_lets_calls_wait_and_tells_of_them(caller):
         assert control.ask("status")["touches"] == 0
         control.must("close 0")
         assert caller.ask("start(3)") is None
-        began = time.monotonic()
-        until(lambda: control.ask("status")["touches"] == 3, "all three calls are counted", longest=0.001)
-        assert time.monotonic() - began < 2
+        until(lambda: control.ask("status")["touches"] == 3, "all three calls are counted")
         time.sleep(0.05)
         assert caller.ask("done") == []
         control.must("close 0")
@@ -188,10 +186,10 @@ def test_a_closed_gate_lets_calls_wait_and_tells_of_them(caller):
 
 def test_a_gate_that_was_leased_opens_by_itself(caller):
     with Control(caller.path) as control:
+        began = time.monotonic()
         control.must("close 300")
-    began = time.monotonic()
     assert caller.ask("driver.cuCtxSynchronize()") == 0
-    assert 0.1 < time.monotonic() - began < 5
+    assert time.monotonic() - began >= 0.3
     with Control(caller.path) as control:  # also while a connection is silent
         control.must("close 100")
         assert caller.ask("driver.cuCtxSynchronize()") == 0
@@ -337,8 +335,8 @@ def test_a_call_is_all_that_makes_the_library_listen(programs, doubles, runtime_
     assert (done.stdout.splitlines()[1:], done.stderr) == (["(False, 0, True)"], "")
 
 
-def test_on_another_machine_there_is_no_gate_and_no_error(tmp_path, doubles):
-    built = build_library(tmp_path, doubles, define="GPU_CKPT_WITHOUT_DLSYM")
+def test_on_another_machine_there_is_no_gate_and_no_error(doubles):
+    built = build_library(doubles, define="GPU_CKPT_WITHOUT_DLSYM")
     with running(built, doubles, direct=True) as subject:
         subject.alloc(1, 4 * MIB)
         with subject.control() as control:

@@ -72,16 +72,15 @@ def test_a_thread_waits_at_the_gate_while_the_kernel_is_suspended(fast_kernel, w
         goes_on(kernel)
 
 
-def test_the_first_touch_is_seen_soon(fast_kernel):
+def test_the_first_touch_is_seen(fast_kernel):
     kernel = fast_kernel()
     kernel.lifecycle.suspend()
     path = kernel.path()
     assert path.touches() == 0
     lines = "(driver := ctypes.CDLL('libcuda.so.1')) and threading.Thread(target=lambda: (runtime.cudaFree(None), "
-    lines += "driver.cuCtxSynchronize()), daemon=True).start() or time.monotonic()"
-    began = kernel.program.ask(lines)
-    until(lambda: path.touches() > 0, "it is seen", longest=0.01)
-    assert time.monotonic() - began < 0.2
+    lines += "driver.cuCtxSynchronize()), daemon=True).start()"
+    assert kernel.program.ask(lines) is None
+    until(lambda: path.touches() > 0, "it is seen")
     kernel.lifecycle.wake()
     kernel.runs_on()
 

@@ -88,6 +88,25 @@ def test_zeros_have_no_file_in_the_image(kernel):
     assert kernel.program.ask("all(ctypes.string_at(at, size) == bytes(size) for at, size in held)")
 
 
+def test_a_copy_that_is_kept_is_memory_that_the_next_suspend_has(fast_kernel, monkeypatch):
+    kernel = fast_kernel(host_copy_bytes=1 << 40)
+    kernel.lifecycle.suspend()
+    kernel.lifecycle.wake()
+    assert kernel.path().amounts().kept == kernel.lifecycle.kernel.fast_path().kept_bytes() == kernel.blocks
+    free_memory(monkeypatch, SMALL)
+    kernel.lifecycle.suspend()
+    assert (spilled(kernel), kernel.path().host_memory_bytes()) == ([], kernel.blocks)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    free_memory(monkeypatch, SMALL - 1)
+    kernel.lifecycle.suspend()
+    assert sum(path.stat().st_size for path in spilled(kernel)) == kernel.blocks
+    assert kernel.path().host_memory_bytes() == 0
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    assert (kernel.path().amounts().kept, spilled(kernel)) == (0, [])
+
+
 def test_from_memory_to_the_disk_and_back(kernel, monkeypatch):
     """Each direction uses the memory or disk that has space at that moment."""
     free_memory(monkeypatch, 1 << 40)

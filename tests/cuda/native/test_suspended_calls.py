@@ -322,13 +322,21 @@ def test_a_child_that_is_killed_meanwhile_is_gone_and_its_parent_sees_that(kerne
     until(lambda: kernel.lifecycle.capsule.other_processes() == [] or not alive([kernel.child_pid]), "it has ended")
     kernel.child = kernel.child_fake = None
     kernel.lifecycle.resume()
-    assert kernel.program.ask("child.wait(30)") == -signal.SIGKILL
+    assert kernel.program.ask("child.wait(60)") == -signal.SIGKILL
     kernel.runs_on()
 
 
 def never_safe(kernel: Stormy, of: str, monkeypatch) -> None:
     program = kernel.program if of == "kernel" else kernel.child
-    monkeypatch.setattr(fastpath, "FREEZE_SECONDS", 3)  # in which all other threads of a busy machine are frozen
+    freeze = fastpath.FastPath.freeze_for_driver
+
+    def freeze_for_driver(path: fastpath.FastPath) -> None:
+        is_its = (path._child is None) is (of == "kernel")
+        with monkeypatch.context() as patch:  # the other one's threads are frozen on a busy machine, too
+            patch.setattr(fastpath, "FREEZE_SECONDS", 0.5 if is_its else 60)
+            freeze(path)
+
+    monkeypatch.setattr(fastpath.FastPath, "freeze_for_driver", freeze_for_driver)
     program.ask(f"exec({NEVER_SAFE!r}, globals())")
 
 

@@ -250,9 +250,11 @@ def test_calls_wait_while_memory_is_swapped_out(ask, control):
 def test_memory_that_a_call_is_using_is_the_drivers(ask, control, function, call, after):
     """The driver's handle, or the mapping, that the call was begun with must be there until its end."""
     assert ask("mapped('a', 'x', 3), mapped('b', 'y', 4), reserve('c', 1)") == (0, 0, 0)
-    ask(f"slow({function!r}, 1000), later({call!r}), __import__('time').sleep(0.1)")
+    ask(f"stop({function!r}), later({call!r})")
+    until(lambda: ask("waits()"), "the call has begun")
     control.must("copy_out")
     assert control.ask("free")["swapped_out"] == GRAIN
+    ask("go_on()")
     until(lambda: ask("results") == [0], "the call has ended")
     control.must("swap_in")
     assert ask("holds('b')") == 4

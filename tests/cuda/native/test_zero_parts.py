@@ -144,9 +144,9 @@ def test_the_kernel_is_loaded_once_in_each_context_and_again_in_one_that_has_its
 
 
 @pytest.mark.parametrize("lacking", [None, "cuCtxGetId"])
-def test_a_context_that_was_reset_has_no_kernel_any_more(programs, tmp_path, lacking):
+def test_a_context_that_was_reset_has_no_kernel_any_more(programs, lacking):
     """Its handle is the next one's; also where the driver gives contexts no numbers."""
-    with running(programs, build_doubles(tmp_path, without=lacking)) as subject:
+    with running(programs, build_doubles(without=lacking)) as subject:
         one = subject.alloc(1, 4 * MIB, "cuda", "zeros")
         with subject.control() as control:
             control.must("copy_out", "free", "swap_in")

@@ -250,9 +250,17 @@ def fail(function: str, nth: int, result: int = 999) -> None:
     cu.double_fail(function.encode(), ctypes.c_long(nth), False, result)
 
 
-def slow(function: str, milliseconds: int) -> None:
-    """Let the next call of a function take so long."""
-    cu.double_slow(function.encode(), ctypes.c_uint(milliseconds * 1000))
+def stop(function: str) -> None:
+    """Let the next call of a function wait, until `go_on`."""
+    cu.double_stop(function.encode())
+
+
+def waits() -> bool:
+    return bool(cu.double_waits() & 1)
+
+
+def go_on() -> None:
+    cu.double_continue()
 
 
 def room(size: int) -> None:

@@ -294,7 +294,7 @@ class TestRealKernels:
                 "threading.Thread(target=served.serve_forever, daemon=True).start()\nprint(served.server_port)"
             )
         )
-        policy = started({"k": kernel.provisioner}, checkpoint_after=2.0, interval=0.1)
+        policy = started({"k": kernel.provisioner}, checkpoint_after=4.0, interval=0.1)
         begun = time.monotonic()
         while time.monotonic() < begun + 6:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -303,21 +303,29 @@ class TestRealKernels:
             writer.close()
             assert kernel.state == "running"
             await asyncio.sleep(0.5)
-        assert policy.outlook("k")["idle_s"] < 2.0
+        assert policy.outlook("k")["idle_s"] < 4.0
         await kernel.settled("checkpointed")
 
-    async def test_a_running_cell_is_not_idle(self, kernel, started):
+    async def test_a_running_cell_is_not_idle(self, kernel, started, tmp_path):
+        go = tmp_path / "go"
+        cell = asyncio.ensure_future(
+            kernel.run(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)")
+        )
+        await until(lambda: kernel.provisioner.gate.under_way.cells == 1)
         policy = started({"k": kernel.provisioner}, checkpoint_after=0.2, interval=0.05)
-        await kernel.run("import time; time.sleep(1.5)")  # far longer than the time after which it would go
+        await until(lambda: policy.outlook("k") is not None)
+        await asyncio.sleep(1.5)  # far longer than the time after which it would go
         assert "drain" not in {event.step for event in kernel.steps.events}
         assert policy.outlook("k")["last_failure"] is None
+        go.touch()
+        await cell
         await kernel.settled("checkpointed")
 
     async def test_a_kernel_that_was_brought_back_by_hand_gets_its_time(self, kernel, started):
         started({"k": kernel.provisioner}, checkpoint_after=1.0, interval=0.05)
         await kernel.settled("checkpointed")
-        await kernel.provisioner.restore()
         back = time.monotonic()
+        await kernel.provisioner.restore()
         await kernel.settled("running")
         await kernel.settled("checkpointed")
         assert time.monotonic() - back >= 1.0
@@ -344,8 +352,8 @@ class TestRealKernels:
     async def test_a_restarted_kernel_is_a_fresh_one(self, kernel, started):
         await kernel.provisioner.checkpoint()
         started({"k": kernel.provisioner}, checkpoint_after=1.0, interval=0.05)
-        await kernel.manager.restart_kernel(now=True)
         back = time.monotonic()
+        await kernel.manager.restart_kernel(now=True)
         await kernel.settled("running")
         await kernel.settled("checkpointed")
         assert time.monotonic() - back >= 0.9

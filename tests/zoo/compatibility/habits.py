@@ -80,15 +80,15 @@ ROWS = (
         "requests",
         "requests: a session with an open connection",
         _SERVER + "import requests\ns = requests.Session()\ns.trust_env = False\n"
-        "s.get(f'http://127.0.0.1:{port}/', timeout=20).text",
-        "seen = [s.get(f'http://127.0.0.1:{port}/', timeout=20).text, s.cookies.get_dict()]",
+        "s.get(f'http://127.0.0.1:{port}/', timeout=60).text",
+        "seen = [s.get(f'http://127.0.0.1:{port}/', timeout=60).text, s.cookies.get_dict()]",
         "requests",
     ),
     Row(
         "httpx",
         "httpx: a client with an open connection",
         _SERVER + "import httpx\nc = httpx.Client(trust_env=False)\nc.get(f'http://127.0.0.1:{port}/').text",
-        "seen = [c.get(f'http://127.0.0.1:{port}/', timeout=20).text, dict(c.cookies)]",
+        "seen = [c.get(f'http://127.0.0.1:{port}/', timeout=60).text, dict(c.cookies)]",
         "httpx",
     ),
     Row(
@@ -106,7 +106,7 @@ ROWS = (
         "server = werkzeug.serving.make_server('127.0.0.1', 0, app, threaded=True)\n"
         "threading.Thread(target=server.serve_forever, daemon=True).start()\n"
         "opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))",
-        "seen = [opener.open(f'http://127.0.0.1:{server.server_port}/', timeout=20).read().decode()]",
+        "seen = [opener.open(f'http://127.0.0.1:{server.server_port}/', timeout=60).read().decode()]",
         "flask",
     ),
     Row(
@@ -131,7 +131,7 @@ ROWS = (
         "server = subprocess.Popen([sys.executable, '-m', 'http.server', '--bind', '127.0.0.1', str(port)], "
         "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
         "opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))\n"
-        "def get():\n    for _ in range(100):\n        try:\n            return opener.open(f'http://127.0.0.1:{port}/', timeout=20).read().decode()\n"
+        "def get():\n    for _ in range(100):\n        try:\n            return opener.open(f'http://127.0.0.1:{port}/', timeout=60).read().decode()\n"
         "        except OSError:\n            time.sleep(0.2)\nget()",
         "seen = [get(), server.poll()]",
         instead=_END_CHILDREN,
@@ -150,7 +150,7 @@ ROWS = (
         "a shell in a pseudo-terminal (pexpect)",
         "import pexpect\nsh = pexpect.spawn('sh', encoding='utf8', echo=False)\nsh.sendline('x=41; echo ready$x')\n"
         "sh.expect('ready41')",
-        "sh.sendline('echo got$((x + 1))')\nsh.expect('got42', timeout=20)\nseen = [sh.isalive()]",
+        "sh.sendline('echo got$((x + 1))')\nsh.expect('got42', timeout=60)\nseen = [sh.isalive()]",
         "pexpect",
     ),
     Row(
@@ -194,7 +194,7 @@ ROWS = (
         "multiprocessing: locks, events, queues without processes",
         "import multiprocessing\nc = multiprocessing.get_context('fork')\nlock, event, q = c.Lock(), c.Event(), c.Queue()\n"
         "event.set()\nq.put('waiting')",
-        "word = q.get(timeout=20)\nq.put(word)\nseen = [word, event.is_set(), lock.acquire(timeout=1), lock.release()]",
+        "word = q.get(timeout=60)\nq.put(word)\nseen = [word, event.is_set(), lock.acquire(timeout=1), lock.release()]",
         instead="Delete them before a checkpoint.",
     ),
     Row(
@@ -202,7 +202,7 @@ ROWS = (
         "ProcessPoolExecutor",
         "import concurrent.futures, multiprocessing\n"
         "pool = concurrent.futures.ProcessPoolExecutor(2, mp_context=multiprocessing.get_context('fork'))\nlist(pool.map(abs, [-1]))",
-        "seen = list(pool.map(abs, [-1, -2, -3], timeout=20))",
+        "seen = list(pool.map(abs, [-1, -2, -3], timeout=60))",
         instead=_CLOSE_POOL,
     ),
     Row(

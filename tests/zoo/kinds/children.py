@@ -452,7 +452,7 @@ def connected_child():
     its.close()
     mine.setblocking(False)
     sent = mine.send(bytes(range(111)) * 9000)
-    mine.settimeout(20)
+    mine.settimeout(60)
 
     def show():
         os.write(ask, b"?")
@@ -621,7 +621,7 @@ def waiting_process(method):
 
     def show():
         ask.release()
-        return answer.acquire(timeout=20), value.value == next(asked)
+        return answer.acquire(timeout=60), value.value == next(asked)
 
     return show, lambda: (process.kill(), process.join())
 
@@ -689,11 +689,11 @@ def asyncio_program():
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    process = asyncio.run_coroutine_threadsafe(asyncio.create_subprocess_exec("sleep", "1239"), loop).result(20)
+    process = asyncio.run_coroutine_threadsafe(asyncio.create_subprocess_exec("sleep", "1239"), loop).result(60)
 
     def undo():
         process.kill()
-        asyncio.run_coroutine_threadsafe(process.wait(), loop).result(20)
+        asyncio.run_coroutine_threadsafe(process.wait(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
 
@@ -771,7 +771,7 @@ def process_locks():
     eventually(lambda: not queue.empty())
 
     def show():
-        word = queue.get(timeout=20)
+        word = queue.get(timeout=60)
         queue.put(word)
         eventually(lambda: not queue.empty())
         return event.is_set(), value.value, word, lock.acquire(timeout=1) and lock.release() is None

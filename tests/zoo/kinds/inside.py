@@ -16,7 +16,7 @@ from . import _kinds
 MARK = "zoo: "
 
 #: Seconds that a kind may take to make, show or undo.
-PATIENCE = 25.0
+PATIENCE = 90.0
 
 _living: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]] = {}
 

@@ -288,11 +288,11 @@ def tornado_application():
         port.append(sockets[0].getsockname()[1])
 
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    asyncio.run_coroutine_threadsafe(prepare(), loop).result(20)
+    asyncio.run_coroutine_threadsafe(prepare(), loop).result(60)
 
     def show():
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://127.0.0.1:{port[0]}/", timeout=20) as reply:
+        with opener.open(f"http://127.0.0.1:{port[0]}/", timeout=60) as reply:
             return reply.read().decode()
 
     return show
@@ -370,14 +370,14 @@ def aiohttp_session():
     async def prepare():
         return aiohttp.ClientSession(headers={"X-Zoo": "1"})
 
-    session = asyncio.run_coroutine_threadsafe(prepare(), loop).result(20)
+    session = asyncio.run_coroutine_threadsafe(prepare(), loop).result(60)
 
     async def end():
         await session.close()
 
     return lambda: (session.closed, session.headers["X-Zoo"]), lambda: asyncio.run_coroutine_threadsafe(
         end(), loop
-    ).result(20)
+    ).result(60)
 
 
 @kind("a simulation in progress (simpy)", needs="simpy")
@@ -430,7 +430,7 @@ def numpy_threads():
         parts = [
             pool.submit(lambda n=n: float((numpy.ones((200, 200)) * n @ numpy.ones((200, 200))).sum())) for n in (1, 2)
         ]
-        return [part.result(30) for part in parts]
+        return [part.result(60) for part in parts]
 
     return show, pool.shutdown
 

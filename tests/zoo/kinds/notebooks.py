@@ -172,7 +172,7 @@ def subshell():
     subshells, made = manager.manager, queue.SimpleQueue()
     # As a request on the control channel does: on the thread of the shell channel.
     subshells._shell_channel_io_loop.add_callback(lambda: made.put(subshells._create_subshell()))
-    identity = made.get(timeout=20)
+    identity = made.get(timeout=60)
     return lambda: (identity in subshells.list_subshell(), subshells._cache[identity].is_alive())
 
 

@@ -126,14 +126,14 @@ def loop_on_thread():
         return lock, queue, future
 
     keep: list[object] = []
-    lock, queue, future = asyncio.run_coroutine_threadsafe(prepare(), loop).result(20)
+    lock, queue, future = asyncio.run_coroutine_threadsafe(prepare(), loop).result(60)
 
     async def ask():
         word = await queue.get()
         await queue.put(word)
         return word, lock.locked(), future.done()
 
-    return lambda: (asyncio.run_coroutine_threadsafe(ask(), loop).result(20), moves(lambda: count[0]))
+    return lambda: (asyncio.run_coroutine_threadsafe(ask(), loop).result(60), moves(lambda: count[0]))
 
 
 @kind("a server and a connection of asyncio streams over a socket pair")
@@ -147,7 +147,7 @@ def streams():
     async def prepare():
         return await asyncio.open_connection(sock=a), await asyncio.open_connection(sock=b)
 
-    (r1, w1), (r2, w2) = asyncio.run_coroutine_threadsafe(prepare(), loop).result(20)
+    (r1, w1), (r2, w2) = asyncio.run_coroutine_threadsafe(prepare(), loop).result(60)
 
     async def swap():
         w1.write(b"there\n")
@@ -155,7 +155,7 @@ def streams():
         w2.write(there.upper())
         return (await r1.readline()).decode()
 
-    return lambda: asyncio.run_coroutine_threadsafe(swap(), loop).result(20)
+    return lambda: asyncio.run_coroutine_threadsafe(swap(), loop).result(60)
 
 
 @kind("a second interpreter with variables of its own (subinterpreter)")

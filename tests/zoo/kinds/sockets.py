@@ -715,7 +715,7 @@ def web_server():
 
     def show():
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(url, timeout=20) as reply:
+        with opener.open(url, timeout=60) as reply:
             return reply.read().decode(), server.server_port
 
     return show, lambda: (server.shutdown(), server.server_close())
@@ -732,7 +732,7 @@ def udp_server():
 
     def show():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
-            client.settimeout(20)
+            client.settimeout(60)
             client.sendto(b"upper", server.server_address)
             return client.recv(100).decode()
 

@@ -86,7 +86,7 @@ def waiting_for_lock():
 
     def show():
         lock.release()
-        word = turn.get(timeout=20)
+        word = turn.get(timeout=60)
         lock.acquire()
         while not turn.empty():
             turn.get()
@@ -130,11 +130,11 @@ def waiting_for_all_kinds():
         with condition:
             condition.notify_all()
         event.set()
-        barrier.wait(20)
+        barrier.wait(60)
         things.put(1)
         semaphore.release()
         while len(words) < 5:
-            words.add(said.get(timeout=20))
+            words.add(said.get(timeout=60))
         return sorted(words)
 
     return show

@@ -1,0 +1,67 @@
+"""Host memory that keeps a copy of device memory, on a real GPU: the kernel's digests, and what is copied again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import page_digest
+import pytest
+from harness import notebook
+from test_fastpath import path_of
+
+from jupyter_gpu_ckpt.cuda import fastpath
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+GIB = 1 << 30
+FILL = """
+import hashlib, json, torch
+torch.manual_seed(0)
+x = [torch.randint(-1 << 62, 1 << 62, (1 << 24,), device='cuda') for _ in range(32)]  # 4 GiB
+def state():
+    sums = [hashlib.sha256(t.cpu().numpy()).hexdigest() for t in x]
+    return [hashlib.sha256(''.join(sums).encode()).hexdigest(), len(x)]
+"""
+STATE = "print(json.dumps(state()))"
+#: One element, a whole tensor, zeros, memory that is given back and taken again, and nothing.
+CHANGES = (
+    "x[3][12345] += 1",
+    "x[5].random_()",
+    "x[7].zero_()",
+    "del x[9]; torch.cuda.empty_cache(); x.append(torch.randint(0, 1 << 62, (1 << 24,), device='cuda'))",
+    "pass",
+)
+
+
+def test_the_kernel_answers_as_the_double_does():
+    """The same as `tests/cuda/native/test_kept.py` runs on the double."""
+    library = fastpath.built()
+    assert library is not None
+    command = [sys.executable, page_digest.__file__, str(library), "50", "7"]
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("allocator", ["native", "expandable_segments:True", "backend:cudaMallocAsync"])
+async def test_only_what_has_changed_is_copied(tmp_path, runtime_base, record, monkeypatch, allocator):
+    """And every byte comes back, from host memory and from an image."""
+    pytest.importorskip("torch", reason="PyTorch is not installed on this machine")
+    if allocator != "native":
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
+    async with notebook(tmp_path, runtime_base, fast_path="auto", host_copy_bytes=64 * GIB) as kernel:
+        await kernel.run(FILL, 100)
+        for turn, change in enumerate(CHANGES):
+            await kernel.run(change, 100)
+            before = json.loads(await kernel.run(STATE, 100))
+            await kernel.provisioner.suspend()
+            record(change=change, seconds=kernel.steps.completed()[-1].seconds)
+            if turn % 2:
+                await kernel.provisioner.checkpoint()
+            assert json.loads(await kernel.run(STATE, 100)) == before
+            await kernel.settled("running")
+            assert path_of(kernel).amounts().kept >= 3 * GIB
+        await kernel.run("del x; torch.cuda.empty_cache()", 100)

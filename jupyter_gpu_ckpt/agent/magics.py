@@ -135,10 +135,13 @@ class GpuMagics:
     def gpu_checkpoint(self, line: str) -> None:
         """Called from IPython with the rest of the line."""
         options = PARSERS["gpu_checkpoint"].parse(line)
-        alone = ("help", "status", "list", "protect", "save", "back", "saves", "delete")
-        chosen = [name for name in alone if getattr(options, name)]
+        alone = ("help", "status", "list", "protect", "save", "back", "saves", "delete", "branch")
+        chosen = [name for name in alone if getattr(options, name) not in (None, False)]
         if len(chosen) > 1 or (chosen and (options.suspend or options.keep or options.drop)):
-            raise UsageError("Use --help, --status, --list, --protect, --save, --back, --saves and --delete alone.")
+            message = "Use --help, --status, --list, --protect, --save, --back, --saves, --branch and --delete alone."
+            raise UsageError(message)
+        if "" in (options.protect, options.save, options.back, options.delete):
+            raise UsageError("--protect, --save, --back and --delete need a value that is not empty.")
         if options.files and not options.back:
             raise UsageError("--files goes with --back.")
         if options.help:

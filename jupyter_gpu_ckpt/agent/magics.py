@@ -137,10 +137,12 @@ class GpuMagics:
     def gpu_checkpoint(self, line: str) -> None:
         """Called from IPython with the rest of the line."""
         options = PARSERS["gpu_checkpoint"].parse(line)
-        alone = ("help", "status", "list", "protect", "save", "back", "saves", "compare", "delete")
-        chosen = [name for name in alone if getattr(options, name)]
+        alone = ("help", "status", "list", "protect", "save", "back", "saves", "compare", "branch", "delete")
+        chosen = [name for name in alone if getattr(options, name) not in (None, False)]
         if len(chosen) > 1 or (chosen and (options.suspend or options.keep or options.drop)):
             raise UsageError(f"Use {', '.join(f'--{name}' for name in alone[:-1])} and --{alone[-1]} alone.")
+        if "" in (options.protect, options.save, options.back, options.delete, *(options.compare or ())):
+            raise UsageError("--protect, --save, --back, --compare and --delete need a value that is not empty.")
         if options.files and not options.back:
             raise UsageError("--files goes with --back.")
         if options.help:

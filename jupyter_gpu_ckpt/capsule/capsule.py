@@ -327,6 +327,8 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
                 _send(self._socket, json.dumps({**request, "version": VERSION, "number": self._number}).encode(), fds)
                 while True:
                     packet, received, _, _ = socket.recv_fds(self._socket, PACKET_BYTES, 4)
+                    for fd in received:  # as Python's own; recv_fds passes no flags on (Python 3.11)
+                        os.set_inheritable(fd, False)
                     if not packet or json.loads(packet).get("number") == self._number:
                         break
                     for fd in received:  # the late answer to a request that has timed out
@@ -588,12 +590,13 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
                 ended = _ready([over], 0.1)
 
         watcher = threading.Thread(target=watch, name="kernel-watch", daemon=True)
-        watcher.start()
         try:
+            watcher.start()
             yield
         finally:
             os.close(finish)
-            watcher.join()
+            if watcher.ident is not None:  # else there were no more threads
+                watcher.join()
             os.close(over)
             os.close(pidfd)
 

@@ -185,8 +185,13 @@ class Gate:
         except BaseException as error:
             self._loop.end(GateError(f"The gate could not be started: {error}"))
             raise
-        # Sockets may change threads across a full fence, and starting a thread is one.
-        self._thread.start()
+        try:
+            # Sockets may change threads across a full fence, and starting a thread is one.
+            self._thread.start()
+        except RuntimeError as error:  # there are no more
+            self._router.shut("the gate could not be started")
+            self._loop.end(GateError(f"The gate could not be started: {error}"))
+            raise
 
     def stop(self) -> None:
         """Unbind and end the thread.  Does nothing if that was done.  Raises `GateError` if the thread does not end."""

@@ -375,14 +375,14 @@ class GpuCkptProvisioner(LocalProvisioner):
         Never raises, and takes a few seconds at most: the user wants another kernel.
         """
         lifecycle, gate = self.lifecycle, self.gate
-        if not self.save_before_restarts or lifecycle is None or gate is None or gate.under_way.cells:
-            return
-        if lifecycle.state not in (State.RUNNING, State.SUSPENDED):
+        if not self.save_before_restarts or lifecycle is None or gate is None:
             return
         try:
+            if gate.under_way.cells or lifecycle.state not in (State.RUNNING, State.SUSPENDED):
+                return
             if await asyncio.to_thread(automatic_saves.size, lifecycle) <= self.save_before_restarts:
                 await asyncio.wait_for(self.save_automatically(automatic_saves.RESTART), _RESTART_WAITS)
-        except (GpuCkptError, TimeoutError, asyncio.TimeoutError) as error:
+        except Exception as error:
             self.log.info("Kernel %s is restarted without a save point: %s", self.kernel_id, type(error).__name__)
 
     async def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:

@@ -43,14 +43,19 @@ class IdleSaves:
         kernels = dict(self._kernels())
         self._saved = {id: used for id, used in self._saved.items() if id in kernels}
         for kernel_id, provisioner in kernels.items():
-            gate, after = provisioner.gate, 60 * provisioner.save_when_idle
-            if not after or gate is None or provisioner.state is not State.RUNNING or gate.under_way.cells:
-                continue
-            used = gate.last_activity
-            if time.monotonic() - used < after or self._saved.get(kernel_id) == used:
-                continue
-            self._saved[kernel_id] = used
             try:
-                await provisioner.save_automatically(automatic_saves.IDLE)
+                await self._save_if_due(kernel_id, provisioner)
             except GpuCkptError as error:  # until it is used again: it would be refused once more
                 provisioner.log.info("Kernel %s has no save point while it is idle: %s", kernel_id, error.code)
+            except Exception:  # of one kernel; the others are saved all the same
+                provisioner.log.exception("Kernel %s has no save point while it is idle", kernel_id)
+
+    async def _save_if_due(self, kernel_id: str, provisioner: GpuCkptProvisioner) -> None:
+        gate, after = provisioner.gate, 60 * provisioner.save_when_idle
+        if not after or gate is None or provisioner.state is not State.RUNNING or gate.under_way.cells:
+            return
+        used = gate.last_activity
+        if time.monotonic() - used < after or self._saved.get(kernel_id) == used:
+            return
+        self._saved[kernel_id] = used
+        await provisioner.save_automatically(automatic_saves.IDLE)

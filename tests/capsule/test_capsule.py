@@ -426,6 +426,33 @@ def test_a_watcher_is_notified_of_the_kernels_end_and_of_nothing_else(capsule):
         assert notified.wait(60), "also of an end that came before"
 
 
+def test_a_watcher_without_a_thread_leaves_no_descriptor(capsule, monkeypatch):
+    sleeper(capsule)
+    before = os.listdir("/proc/self/fd")
+
+    def exhausted(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", exhausted)
+    with pytest.raises(RuntimeError, match="start new thread"), capsule.watch_exit(list):
+        pass
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_no_descriptor_of_a_capsule_is_inherited(capsule):
+    """A program of the server's would have a handle of the kernel for as long as it runs."""
+    sleeper(capsule)
+    own = {each for each in map(int, os.listdir("/proc/self/fd")) if "pidfd" in _target(each)}
+    assert own
+    assert not [each for each in own if os.get_inheritable(each)]
+
+
+def _target(descriptor: int) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    return ""
+
+
 # -- what cannot be made
 
 NO_NAMESPACES = """

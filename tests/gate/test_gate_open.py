@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -226,6 +227,24 @@ def test_a_taken_port_is_named_and_nothing_stays_bound(world: World) -> None:
     port = world.front["control_port"]
     with socket.create_server(("127.0.0.1", port)), pytest.raises(GateError, match=str(port)):
         world.gate.start()
+    world.gate.start()
+
+
+def test_a_gate_that_gets_no_thread_leaves_nothing_bound_and_nothing_open(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with wire.context().socket(zmq.REQ):  # libzmq's own descriptors come with the first socket
+        pass
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", exhausted)
+        with pytest.raises(RuntimeError):
+            world.gate.start()
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before, "libzmq has closed its sockets")
+    world.gate = world.new_gate()
     world.gate.start()
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+from types import SimpleNamespace
 
 import pytest
 from harness import notebook
 from harness import until as until_async
 from live import server, until
 
+from jupyter_gpu_ckpt.errors import GateError
 from jupyter_gpu_ckpt.image import save_point
+from jupyter_gpu_ckpt.lifecycle.plans import State
+from jupyter_gpu_ckpt.server import idle_saves
 
 CONFIG = """
 from jupyter_gpu_ckpt.server import idle_saves
@@ -128,3 +133,24 @@ async def test_after_each_cell(tmp_path, runtime_base, criu_binary):
         assert {name.rpartition(" 20")[0] for name in cells().values()} == {"after a cell"}
         await kernel.provisioner.back(cells()[10])
         assert await kernel.run("print(x)") == "4"
+
+
+async def test_a_kernel_whose_gate_has_failed_keeps_no_other_from_being_saved():
+    """The rounds go on for the whole life of the server."""
+    saved = []
+
+    class Kernel(SimpleNamespace):
+        state, save_when_idle, log = State.RUNNING, 0.01, logging.getLogger("kernel")
+
+        async def save_automatically(self, why: str) -> None:
+            saved.append(why)
+
+    class FailedGate:
+        @property
+        def under_way(self):
+            raise GateError("The call was cancelled: the gate's thread failed.")
+
+    good = SimpleNamespace(under_way=SimpleNamespace(cells=0), last_activity=0.0)
+    kernels = {"a": Kernel(gate=FailedGate()), "b": Kernel(gate=good)}
+    await idle_saves.IdleSaves(lambda: kernels).round()
+    assert saved == ["idle"]

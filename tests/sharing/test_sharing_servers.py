@@ -246,7 +246,7 @@ def test_a_kernel_whose_claim_is_void_when_its_server_goes_on_waits_anew(tmp_pat
 
 
 def test_nobody_waits_for_decisions_that_cannot_be_made(tmp_path, monkeypatch):
-    """Such is a directory that another user has filled: the move goes on without sharing, or says why it cannot."""
+    """Another user may have filled the directory: the move goes on without sharing, or says why it cannot."""
     monkeypatch.setattr("jupyter_gpu_ckpt.sharing.exchange.SILENT_S", 0.3)
     (tmp_path / "memory").mkdir()
     gpus = sharing_server.FileGpus(tmp_path / "locks", tmp_path / "memory", {A: 100})

@@ -24,6 +24,8 @@ from jupyter_gpu_ckpt.lifecycle.plans import Step
 from jupyter_gpu_ckpt.lifecycle.steps import STEPS
 from jupyter_gpu_ckpt.node.hashes import AT_ONCE, FILE, Hashes
 
+pytestmark = pytest.mark.sweep(1 / 2, of="file")
+
 SIZE = 65536
 MAP = """
 import mmap

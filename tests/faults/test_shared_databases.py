@@ -17,6 +17,8 @@ from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.cli import main
 from jupyter_gpu_ckpt.errors import GpuCkptError
 
+pytestmark = pytest.mark.sweep(1 / 2, of="file")
+
 OTHER = """
 import json, sqlite3, sys
 connection = sqlite3.connect(sys.argv[1], timeout=0, isolation_level=None, uri=True)

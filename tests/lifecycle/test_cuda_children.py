@@ -35,6 +35,8 @@ from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, OPERATING_S
 from jupyter_gpu_ckpt.testing.fake_helper import FakeHelper
 from jupyter_gpu_ckpt.trace import StepEvent, Trace
 
+pytestmark = pytest.mark.sweep(1 / 2, of="file")
+
 COMMANDS = ("sleep", "1001"), ("sleep", "1002"), ("sleep", "1003")
 SHELL = ["sh", "-c", f"{' & '.join(map(' '.join, COMMANDS))} & wait; sleep 1000"]
 MIB = 1 << 20

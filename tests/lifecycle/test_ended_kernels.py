@@ -25,6 +25,8 @@ from jupyter_gpu_ckpt.lifecycle.context import Attempt, PartlyDone
 from jupyter_gpu_ckpt.lifecycle.plans import Step
 from jupyter_gpu_ckpt.lifecycle.steps import STEPS
 
+pytestmark = pytest.mark.sweep(1 / 2, of="file")
+
 #: Shared memory, a semaphore and a folder such as joblib's, each registered with the resource tracker.
 MAKE = """
 import json, os, sys, tempfile

@@ -19,6 +19,8 @@ from jupyter_gpu_ckpt.lifecycle import host_memory
 from jupyter_gpu_ckpt.transfer import archive
 from jupyter_gpu_ckpt.transfer.remote import Remote
 
+pytestmark = pytest.mark.sweep(1 / 2, of="file")
+
 MB = 1_000_000
 #: Each worker has the kernel's memory, and some of its own; `wrong` names those that differ.
 WORKERS = """

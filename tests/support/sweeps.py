@@ -3,6 +3,8 @@
 The part is drawn by the commit, so that commits run different cases and a commit always the same.
 ``GPU_CKPT_SWEEP_SEED`` in the environment, which a run prints, draws it again elsewhere.
 
+``sweep(part, of="file")``: all tests of a file, or those that have it, are the cases of one sweep.
+
 A run that repeats tests for another user has ``GPU_CKPT_SWEEP_PART`` in its environment: then that part is run of the
 tests that are chosen in each file, a sweep's among them.
 """
@@ -40,7 +42,8 @@ def mark_rest(items: Iterable[pytest.Function]) -> None:
     sweeps = defaultdict(list)
     for item in items:
         if marker := item.get_closest_marker("sweep"):
-            sweeps[item.path.name, item.originalname, (marker.args or (PART,))[0]].append(item)
+            name = item.originalname if marker.kwargs.get("of") != "file" else ""
+            sweeps[item.path.name, name, (marker.args or (PART,))[0]].append(item)
     for (file, name, part), cases in sweeps.items():
         for item in _rest(cases, part, f"{file} {name}"):
             item.add_marker(pytest.mark.torture)

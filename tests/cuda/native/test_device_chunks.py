@@ -28,6 +28,8 @@ from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
 from jupyter_gpu_ckpt.lifecycle import dump, preflight
 
+pytestmark = pytest.mark.sweep(1 / 2, of="file")
+
 
 @pytest.fixture
 def kernel(fast_kernel):

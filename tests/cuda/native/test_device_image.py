@@ -30,6 +30,8 @@ from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED
 from jupyter_gpu_ckpt.transfer import archive
 from jupyter_gpu_ckpt.transfer.remote import Remote
 
+pytestmark = pytest.mark.sweep(1 / 2, of="file")
+
 
 @pytest.fixture
 def kernel(fast_kernel):

@@ -28,6 +28,8 @@ from jupyter_gpu_ckpt.process.ptrace import Tracee
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeProcess
 from jupyter_gpu_ckpt.trace import StepEvent
 
+pytestmark = pytest.mark.sweep(1 / 2, of="file")
+
 #: Seconds in which a thread that runs makes 30 such calls.
 WHILE = 0.3
 CHILD = """

@@ -220,7 +220,7 @@ def test_variables_are_saved_and_come_back_in_the_panel(tab):
     assert dialog.get_by_role("status").inner_text().startswith("1 changed, 1 added, 0 gone, ")
     tab.picture("comparison")
     assert_accessible(page, ".jp-Dialog")
-    page.keyboard.press("Escape")
+    dialog.get_by_role("button", name="Close").press("Enter")
     dialog.wait_for(state="detached")
     back.click()
     page.locator(".jp-Dialog", has_text="saved before").locator(".jp-mod-accept").click()

@@ -121,7 +121,7 @@ def test_a_weight_makes_turns_longer():
 
 @pytest.mark.parametrize("factor", [0, 1 << 20])
 def test_a_record_lengthens_and_shortens_turns_within_the_limits_only(factor):
-    """Whoever was granted a turn last says by how much; it may be a user who lies."""
+    """The last one who was granted a turn says by how much, and may be a user who lies."""
     liar = idle("liar", 0.0, 1, factor=factor, factor_since=NOW - 1, granted_at=NOW)
     decisions = decided(liar, waiting("w", turns=1))
     assert decisions.grants[0].turn.seconds == RULES.turn

@@ -252,12 +252,12 @@ def test_nobody_waits_for_decisions_that_cannot_be_made(tmp_path, monkeypatch):
     gpus = sharing_server.FileGpus(tmp_path / "locks", tmp_path / "memory", {A: 100})
     exchange = Exchange(gpus, sharing_server.RULES)
     kernel = sharing_server.Kernel(0, 60, exchange, gpus, tmp_path / "memory", seed=1)
-    read = records.read
+    read = records.read_all
 
     def refused(directory):
         raise OSError(errno.EMLINK, "more than 8192 files")
 
-    monkeypatch.setattr(records, "read", refused)
+    monkeypatch.setattr(records, "read_all", refused)
     raised: list[BaseException] = []
 
     def admit() -> None:
@@ -272,7 +272,7 @@ def test_nobody_waits_for_decisions_that_cannot_be_made(tmp_path, monkeypatch):
     assert not waiting.is_alive(), "it waits for ever"
     assert [error.strerror for error in raised] == ["more than 8192 files"]
     assert kernel.sharing.participant.waiting_since is None
-    monkeypatch.setattr(records, "read", read)
+    monkeypatch.setattr(records, "read_all", read)
     until(lambda: exchange.failure() is None, "it decides again")
     assert kernel.sharing.admit({A: 60}, gpus.list(), elsewhere=True) == {A: A}
     kernel.sharing.close()

@@ -87,7 +87,7 @@ class LifecycleDouble:
             engine=self.engine,
             cancellation=Cancellation(),
             saved=SimpleNamespace(cuda=True),
-            fast_path=lambda: SimpleNamespace(touches=lambda: self.touched),
+            fast_path=lambda: SimpleNamespace(touches=lambda: self.touched, wanted=lambda: 0),
         )
         self._home = next(iter(gpus._gpus))
         self.moving = threading.Lock()

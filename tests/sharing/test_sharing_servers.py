@@ -23,6 +23,7 @@ from ordinary_user import ordinary_user
 from sharing_server import occupied
 from waiting import until
 
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.sharing import records
 from jupyter_gpu_ckpt.sharing.exchange import Exchange, Member
 from jupyter_gpu_ckpt.sharing.participant import Residence
@@ -252,6 +253,7 @@ def test_nobody_waits_for_decisions_that_cannot_be_made(tmp_path, monkeypatch):
     gpus = sharing_server.FileGpus(tmp_path / "locks", tmp_path / "memory", {A: 100})
     exchange = Exchange(gpus, sharing_server.RULES)
     kernel = sharing_server.Kernel(0, 60, exchange, gpus, tmp_path / "memory", seed=1)
+    kernel.lifecycle.state = State.RESUMING
     read = records.read_all
 
     def refused(directory):

@@ -154,6 +154,7 @@ class Amounts:
     """Number and bytes of the allocations that the library serves; ``swapped_out``: bytes that are in host memory.
 
     ``kept``: bytes of host memory with a copy of what is on the device, so that the next suspend moves less.
+    ``mirrors``: whether that copy is being made.
     ``managed``: number of allocations of managed memory, at least, which the library does not serve.  ``shared``:
     number of those that it serves and has given other processes a handle of (CUDA IPC).  ``touches``: number of calls
     that found the launch gate closed, since it was closed the last time.
@@ -163,6 +164,7 @@ class Amounts:
     bytes: int = 0
     swapped_out: int = 0
     kept: int = 0
+    mirrors: int = 0
     managed: int = 0
     shared: int = 0
     touches: int = 0
@@ -293,8 +295,9 @@ class FastPath:
         them as long as the owner's end could leave the kernel with its memory on the device.  Nothing is done where
         the library is missing, busy, or another release's: the driver's lock does without the gate.
         """
+        timeout_s = _REPLY_SECONDS if self._keep_bytes else _SHORT_SECONDS  # a mirror has to end before the lock
         try:
-            with self._library(_SHORT_SECONDS) as library:
+            with self._library(timeout_s) as library:
                 if library is not None:
                     library.request(f"close {round(min(lease_s, _LONGEST_LEASE) * 1000)}")
         except (_Refused, ProtocolVersion) as error:
@@ -446,8 +449,29 @@ class FastPath:
         self._capsule.freeze_threads(FREEZE_SECONDS, child=self._child)
         return amounts, directory
 
+    def begin_mirror(self) -> Amounts:
+        """Have the library copy what has changed on the device to host memory that is kept, while the kernel is idle.
+
+        The first call of the kernel that uses the GPU ends that.  Return the amounts; nothing is begun without a limit
+        for what is kept, or where the library refuses.  Raises as `amounts`, `CapsuleError`, `OSError`.
+        """
+        amounts = self.amounts()
+        if not self._keep_bytes or not amounts.allocations or amounts.swapped_out or amounts.mirrors:
+            return amounts
+        amounts = self._keep(self._keep_bytes)
+        if not amounts.kept:
+            os.close(self.create_extents())
+        try:
+            with self._library(_REPLY_SECONDS) as library:
+                return library.request("mirror") if library else amounts
+        except _NoReply as error:
+            raise CudaError(str(error), left=_UNCHANGED) from error
+        except _Refused as error:
+            _log.info("Device memory is not copied ahead of a suspend: %s", error)
+            return amounts
+
     def _keep(self, bytes: int) -> Amounts:
-        """Set how much host memory may be kept, and return the amounts then.  Raises as `amounts`."""
+        """Set how much host memory may be kept, end a mirror, and return the amounts then.  Raises as `amounts`."""
         try:
             with self._library(_REPLY_SECONDS) as library:
                 return library.request(f"keep {bytes}") if library else Amounts()
@@ -631,7 +655,9 @@ class _Library:
         reply = self.exchange(verb)
         try:
             swappable = (reply["allocations"], reply["bytes"], reply["swapped_out"])
-            amounts = Amounts(*swappable, *(reply.get(name, 0) for name in ("kept", "managed", "shared", "touches")))
+            amounts = Amounts(
+                *swappable, *(reply.get(name, 0) for name in ("kept", "mirrors", "managed", "shared", "touches"))
+            )
             result = reply["cuda"]
         except KeyError as error:
             raise _NoReply(f"The kernel's library for device memory did not reply to {verb!r}.") from error

@@ -32,7 +32,7 @@ from ..image.encryption import Vault
 from ..image.quota import Quota
 from ..image.save_point import SavePoint, find
 from ..image.store import Image, Store
-from ..lifecycle import endings, going_back, suspend
+from ..lifecycle import endings, going_back, host_memory, suspend
 from ..lifecycle.context import FilesChoice
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
@@ -187,6 +187,11 @@ class GpuCkptProvisioner(LocalProvisioner):
         help="With `fast_path`: up to so many bytes of host memory keep a copy of a kernel's device memory after it "
         "has come back to the GPU, so that its next suspend only copies what has changed. A larger kernel has none, "
         "and it is given up when host memory becomes short. 0: none.",
+    ).tag(config=True)
+    mirror_when_idle = Bool(
+        False,
+        help="With `host_copy_bytes`: copy a kernel's device memory to host memory in the background once it is idle, "
+        "so that its suspend only copies what has changed since. The next cell that uses the GPU ends that.",
     ).tag(config=True)
     keep_chunks = Bool(
         True,
@@ -368,6 +373,21 @@ class GpuCkptProvisioner(LocalProvisioner):
             return automatic_saves.save(self._checkpointable(), why, self.document())
 
         return await self._host.worker.verb("save_automatically", save, why)
+
+    async def mirror(self) -> bool:
+        """Begin to copy the device memory of the idle kernel to host memory; return whether that was begun.
+
+        Raises `GpuCkptError`; the kernel is as it was.
+        """
+
+        def mirror() -> bool:
+            lifecycle = self._checkpointable()
+            try:
+                return lifecycle.state is State.RUNNING and host_memory.begin_mirror(lifecycle.kernel)
+            except OSError as error:
+                raise GpuCkptError.from_exception(error) from error
+
+        return await self._host.worker.verb("mirror", mirror)
 
     async def save_before_restart(self) -> None:
         """Called from the server before a restart: leave a save point of an idle kernel that is not too large.

@@ -68,6 +68,17 @@ def choose_directory(kernel: KernelState, capsule: Capsule, bytes: int, kept: in
     return kernel.spill_directory
 
 
+def begin_mirror(kernel: KernelState) -> bool:
+    """Begin to copy a running kernel's device memory to host memory in the background; return whether that was begun.
+
+    Not if host memory is too small for all of it.  Raises as `FastPath.begin_mirror`.
+    """
+    fast_path, amounts = kernel.fast_path(), cuda_processes.amounts(kernel)
+    if available_memory() + amounts.kept < amounts.bytes + MARGIN:
+        return False
+    return bool(fast_path.begin_mirror().mirrors)
+
+
 def may_spill(kernel: KernelState, bytes: int) -> bool:
     """Return whether the disk has space for so many bytes of allocations, and may have them unencrypted."""
     store = kernel.engine.store

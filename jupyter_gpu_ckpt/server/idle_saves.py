@@ -1,4 +1,7 @@
-"""Automatic save points of idle kernels: one once a kernel has been idle for some minutes, until it is used again."""
+"""Automatic save points and mirrors of idle kernels: each once in a while without use.
+
+A save point is made after some minutes; a mirror is a copy of device memory in host memory (`mirror_when_idle`).
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,14 @@ INTERVAL = 15.0
 
 
 class IdleSaves:
-    """The save points of idle kernels.  Belongs to one event loop."""
+    """The save points and the mirrors of idle kernels.  Belongs to one event loop."""
 
     def __init__(self, kernels: Callable[[], Mapping[str, GpuCkptProvisioner]]) -> None:
         self._kernels = kernels
         #: The last use of each kernel that was saved since, or could not be.
         self._saved: dict[str, float] = {}
+        #: The same of those whose device memory is mirrored, or could not be.
+        self._mirrored: dict[str, float] = {}
         self._rounds = PeriodicTask("gpu-ckpt-idle-saves", self._run)
 
     def start(self) -> None:
@@ -36,7 +41,26 @@ class IdleSaves:
     async def _run(self) -> None:
         while True:
             await self.round()
+            await self.mirror_round()
             await asyncio.sleep(INTERVAL)
+
+    async def mirror_round(self) -> None:
+        """Begin to mirror the kernels that have been idle for an interval."""
+        kernels = dict(self._kernels())
+        self._mirrored = {id: used for id, used in self._mirrored.items() if id in kernels}
+        for kernel_id, provisioner in kernels.items():
+            gate = provisioner.gate
+            if not (provisioner.mirror_when_idle and provisioner.host_copy_bytes) or gate is None:
+                continue
+            used = gate.last_activity
+            is_idle = provisioner.state is State.RUNNING and not gate.under_way.cells
+            if not is_idle or time.monotonic() - used < INTERVAL or self._mirrored.get(kernel_id) == used:
+                continue
+            self._mirrored[kernel_id] = used
+            try:
+                await provisioner.mirror()
+            except GpuCkptError as error:
+                provisioner.log.info("Kernel %s is not mirrored while it is idle: %s", kernel_id, error.code)
 
     async def round(self) -> None:
         """Save the kernels that are due, one after the other."""

@@ -69,6 +69,7 @@ class Kind:
     environment: dict[str, str] = field(default_factory=dict)
     fill: str = FILL
     change: str = ""
+    mirrors: bool = False
     rounds: int = ROUNDS
     most: int = 1 << 30  #: GiB
 
@@ -81,6 +82,7 @@ KINDS = {
     "library": _library(),
     "warm": Kind({"fast_path": "auto", "warm_suspend": True}),
     "kept": Kind({"fast_path": "auto", "host_copy_bytes": 1 << 50}),
+    "mirrored": Kind({"fast_path": "auto", "host_copy_bytes": 1 << 50}, change=TENTH, mirrors=True),
     "kept-changed": Kind({"fast_path": "auto", "host_copy_bytes": 1 << 50}, change=TENTH),
     "driver": Kind({"fast_path": "off"}, rounds=DRIVER_ROUNDS, most=DRIVER_MOST),
     "async": _library(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync"),
@@ -162,6 +164,11 @@ async def tier(kernel: Any, gib: int, kind: Kind) -> dict[str, Any]:
         if kind.change:
             await kernel.run(kind.change, timeout=120)
             total = await kernel.run(SUM, timeout=120)
+        if kind.mirrors:
+            path, began = kernel.lifecycle.kernel.fast_path(), time.time()
+            await kernel.provisioner.mirror()
+            await until(lambda: not path.amounts().mirrors)  # noqa: B023
+            figures.setdefault("mirror", []).append(time.time() - began)
         kernel.steps.events.clear()
         began = time.time()
         await kernel.provisioner.suspend()

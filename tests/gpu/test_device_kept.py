@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import sys
 
 import page_digest
 import pytest
-from harness import notebook
+from harness import notebook, until
 from test_fastpath import path_of
 
 from jupyter_gpu_ckpt.cuda import fastpath
@@ -65,3 +66,40 @@ async def test_only_what_has_changed_is_copied(tmp_path, runtime_base, record, m
             await kernel.settled("running")
             assert path_of(kernel).amounts().kept >= 3 * GIB
         await kernel.run("del x; torch.cuda.empty_cache()", 100)
+
+
+#: A cell that writes, launches, frees and allocates, and checks its own results.
+CELL = """
+for turn in range(20):
+    y = torch.full((1 << 24,), turn, device='cuda')
+    x[turn % 32] += y
+    assert int(y[-1]) == turn
+    del y
+    if turn % 5 == 0: torch.cuda.empty_cache()
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.alone
+async def test_cells_that_begin_while_the_memory_is_mirrored(tmp_path, runtime_base, record):
+    """100 rounds: a mirror begins, a cell ends it, and what a suspend finds is what the cell has left."""
+    pytest.importorskip("torch", reason="PyTorch is not installed on this machine")
+    async with notebook(tmp_path, runtime_base, fast_path="auto", host_copy_bytes=64 * GIB) as kernel:
+        await kernel.run(FILL, 100)
+        path = path_of(kernel)
+        assert await kernel.provisioner.mirror()
+        await until(lambda: not path.amounts().mirrors)
+        record(kept=path.amounts().kept)
+        assert path.amounts().kept >= 3 * GIB
+        await kernel.provisioner.suspend()
+        record(seconds=kernel.steps.completed()[-1].seconds)
+        for turn in range(100):
+            assert await kernel.provisioner.mirror()
+            await asyncio.sleep(turn / 200)
+            await kernel.run(CELL, 100)
+            if turn % 10 == 9:
+                before = json.loads(await kernel.run(STATE, 100))
+                assert await kernel.provisioner.mirror()
+                await kernel.provisioner.suspend()
+                assert json.loads(await kernel.run(STATE, 100)) == before
+                await kernel.settled("running")

@@ -167,6 +167,13 @@ bool allocation_reuse(CUdeviceptr address, size_t requested, CUcontext context)
     return exists;
 }
 
+bool allocation_has_place(CUdeviceptr address, size_t bytes, size_t offset)
+{
+    const struct allocation *allocation = find(address);
+    return allocation != NULL && allocation->bytes == bytes && allocation->offset == offset &&
+           allocation->state == ACCESSIBLE && !allocation->freed && !allocation->doomed;
+}
+
 bool allocation_containing(CUdeviceptr address, struct allocation *found)
 {
     if (is_inert() || used == 0)
@@ -383,6 +390,7 @@ CUdeviceptr allocation_create(size_t bytes, unsigned pool)
 /* Of an allocation that is no longer in the table; after failure it is in it again. */
 static CUresult give_back(struct allocation *allocation)
 {
+    table_wait_for_reads();
     CUresult result = allocation_unmap(allocation);
     if (allocation->state != UNMAPPED) {
         insert(allocation);

@@ -49,6 +49,10 @@ void allocation_set_synchronizes(CUdeviceptr address, bool synchronizes);
 /* Find out whether an allocation begins at the address, and in which context. */
 bool allocation_lookup(CUdeviceptr address, CUcontext *context);
 
+/* Whether that is an allocation of the program that can be read, and has this place in host memory; while the table is
+ * locked. */
+bool allocation_has_place(CUdeviceptr address, size_t bytes, size_t offset);
+
 /* Copy the facts of the allocation that the address lies in; false if there is none. */
 bool allocation_containing(CUdeviceptr address, struct allocation *found);
 

@@ -12,6 +12,7 @@
 #include "ipc.h"
 #include "launch_gate.h"
 #include "mappings.h"
+#include "mirror.h"
 #include "pools.h"
 #include "table_lock.h"
 
@@ -29,12 +30,13 @@ static void in_child(void)
     allocations_in_child();
     mappings_in_child();
     pools_in_child();
-    table_unlock(); /* another thread of the parent may have been changing them */
+    mirror_in_child();
+    table_in_child(); /* another thread of the parent may have been changing the tables */
     capture_in_child();
     driver_in_child();
     ipc_in_child();
     device_kernels_in_child();
-    host_memory_close();
+    host_memory_in_child();
 }
 
 __attribute__((constructor)) static void begin(void) { pthread_atfork(NULL, NULL, in_child); }

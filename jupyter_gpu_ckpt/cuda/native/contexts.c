@@ -10,6 +10,7 @@
 #include "managed.h"
 #include "mappings.h"
 #include "memory_wait.h"
+#include "mirror.h"
 #include "pools.h"
 
 /* Whether there is anything that a context's end concerns. */
@@ -37,9 +38,11 @@ static CUresult destroy(CUcontext context, CUresult (*original)(CUcontext))
     if (context == NULL || !has_state())
         return original(context);
     launch_gate_wait();
+    mirror_forbid(true);
     allocations_doom(context);
     CUresult result = original(context);
     end(context, result == CUDA_SUCCESS);
+    mirror_forbid(false);
     return result;
 }
 
@@ -64,9 +67,11 @@ static CUresult destroy_primary(CUdevice device, bool resets, CUresult (*origina
         cu->cuDevicePrimaryCtxRetain(&context, device) != CUDA_SUCCESS)
         return original(device);
     release(device); /* only its handle was wanted */
+    mirror_forbid(true);
     allocations_doom(context);
     CUresult result = original(device);
     end(context, result == CUDA_SUCCESS && (resets || !is_active(cu, device)));
+    mirror_forbid(false);
     return result;
 }
 

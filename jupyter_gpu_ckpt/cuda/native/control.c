@@ -1,16 +1,19 @@
 /* One request a line, at most 47 bytes; the reply to each is one line of JSON:
  *
  *   status    report the amounts                       {"version", "allocations", "bytes", "swapped_out",
- *                                                      "kept", "managed", "shared", "touches"}
+ *                                                      "kept", "mirrors", "managed", "shared", "touches"}
  *   copy_out  copy all allocations to host memory      the same, and {"cuda": CUresult, "seconds"}
  *   free      free the device memory of the copied     likewise
  *   swap_in   bring everything back to the device      likewise; opens the launch gate
  *   close MILLISECONDS   close the launch gate (`launch_gate.h`): likewise; it opens by itself after so long, if nothing
  *                        is swapped out then; with 0 not.  Of a closed gate this changes only when it opens
  *   open      open the launch gate: likewise; refused (CUDA_ERROR_NOT_READY) while allocations are swapped out
- *   keep BYTES  keep what is swapped in in host memory, too, up to so many bytes, so that the next copy_out only copies what
- *               has changed; with 0 nothing: likewise.  It is given up when host memory is short
+ *   keep BYTES  keep what is swapped in also in host memory, up to so many bytes, so that the next copy_out only copies
+ *               what has changed; with 0 nothing: likewise.  It is given up when host memory is short
  *   drop_zeros   give zeros of the driver's host memory back to Linux (`context_memory.h`): likewise
+ *   mirror    begin to copy what is on the device to host memory that is kept, in the background (`mirror.h`):
+ *             likewise.  It ends with the first call of the program that uses the GPU, and with requests above but
+ *             status; let one end it before threads are stopped, which may be in the driver
  *   export PROCESS NUMBER    (hexadecimal) share an allocation with another process (`ipc.h`): likewise, with a
  *                            descriptor of its memory
  *
@@ -53,6 +56,7 @@
 #include "ipc.h"
 #include "launch_gate.h"
 #include "managed.h"
+#include "mirror.h"
 #include "published.h"
 #include "rwlock_release.h"
 #include "swap.h"
@@ -149,15 +153,19 @@ static CUresult perform_at_gate(const char *verb, CUresult unknown)
     int length = 0;
     if (sscanf(verb, "close %9u%n", &milliseconds, &length) == 1 && isdigit(verb[strlen("close ")]) &&
         verb[length] == '\0') {
+        mirror_end();
         context_memory_forget();
         launch_gate_close(milliseconds / 1e3);
         return CUDA_SUCCESS;
     }
     unsigned long long bytes;
     if (sscanf(verb, "keep %20llu%n", &bytes, &length) == 1 && isdigit(verb[strlen("keep ")]) && verb[length] == '\0') {
+        mirror_end();
         swap_keep(bytes);
         return CUDA_SUCCESS;
     }
+    if (strcmp(verb, "mirror") == 0)
+        return mirror_begin();
     if (strcmp(verb, "drop_zeros") == 0) {
         context_memory_drop_zeros();
         return CUDA_SUCCESS;
@@ -181,11 +189,12 @@ static CUresult perform(const char *verb, int *descriptor)
                                                             : NULL;
     if (step == NULL)
         return strcmp(verb, "status") == 0 ? CUDA_SUCCESS : perform_at_gate(verb, CUDA_ERROR_INVALID_VALUE);
+    mirror_end();
     bool locked = table_lock_for_swap();
     bool ready = locked && (step != swap_copy_out || !capture_has_begun()); /* waiting for work would end a capture */
     CUresult result = !ready ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
     if (ready && step != swap_free_device)
-        result = copies_dry_run(step == swap_copy_out && swap_is_to_keep());
+        result = copies_dry_run(step == swap_copy_out && swap_limit() != 0);
     publish(swap_amounts().swapped_out != 0 || step == swap_free_device);
     if (result == CUDA_SUCCESS)
         result = step();
@@ -225,12 +234,13 @@ static void reply(const char *verb)
     int descriptor = -1;
     CUresult result = perform(verb, &descriptor);
     struct amounts amounts = swap_amounts();
-    char line[384];
+    char line[512];
     int length = snprintf(line, sizeof line,
                           "{\"version\": %d, \"cuda\": %d, \"allocations\": %zu, \"bytes\": %zu, \"swapped_out\": %zu, "
-                          "\"kept\": %zu, \"managed\": %zu, \"shared\": %zu, \"touches\": %d, \"seconds\": %.6f}\n",
+                          "\"kept\": %zu, \"mirrors\": %d, \"managed\": %zu, \"shared\": %zu, \"touches\": %d, "
+                          "\"seconds\": %.6f}\n",
                           CONTROL_VERSION, result, amounts.allocations, amounts.bytes, amounts.swapped_out,
-                          amounts.kept, managed_count(), allocations_shared(), atomic_load(&gpu_ckpt_published.touches),
+                          amounts.kept, mirror_runs(), managed_count(), allocations_shared(), atomic_load(&gpu_ckpt_published.touches),
                           now() - began);
     send_reply(line, (size_t)length, descriptor);
     swap_free_host();
@@ -242,11 +252,13 @@ static void reply(const char *verb)
 static int next_duty(void)
 {
     int remaining = launch_gate_remaining();
+    if (mirror_runs())
+        return 0;
     return swap_keeps() && (remaining < 0 || remaining > MEMORY_INTERVAL) ? MEMORY_INTERVAL : remaining;
 }
 
-/* Wait until a descriptor can be read; meanwhile open the launch gate when its time is over, and give up memory that is
- * kept when others need it. */
+/* Wait until a descriptor can be read; meanwhile open the launch gate when its time is over, copy in the background, and
+ * give up memory that is kept when others need it. */
 static void wait_readable(int descriptor)
 {
     struct pollfd wanted = {.fd = descriptor, .events = POLLIN};
@@ -254,7 +266,10 @@ static void wait_readable(int descriptor)
     while ((ready = poll(&wanted, 1, next_duty())) == 0 || (ready < 0 && errno == EINTR))
         if (ready == 0) {
             launch_gate_expire(swap_amounts().swapped_out != 0);
-            swap_check_memory();
+            if (mirror_runs())
+                mirror_step();
+            else
+                swap_check_memory();
         }
 }
 

@@ -23,12 +23,6 @@
 
 /* Pinned memory, BUFFERS of a part's size for each worker, and the stream of all their copies, which always has the
  * next one queued when one ends.  Outlives a transfer only if the driver refuses to release it. */
-struct ring {
-    char *memory;
-    size_t bytes;
-    CUcontext context;
-    CUstream stream;
-};
 /* One for each context: all copy at the same time. */
 #define MAX_CONTEXTS (4 * MAX_DEVICES)
 static struct ring rings[MAX_CONTEXTS];
@@ -170,7 +164,7 @@ static size_t processors(void)
     return (size_t)CPU_COUNT(&allowed);
 }
 
-static CUresult close_ring(struct ring *ring)
+CUresult ring_close(struct ring *ring)
 {
     if (ring->memory == NULL)
         return CUDA_SUCCESS;
@@ -195,14 +189,14 @@ static CUresult close_rings(void)
         return CUDA_ERROR_NOT_READY;
     CUresult result = CUDA_SUCCESS;
     for (size_t at = 0; at < MAX_CONTEXTS; at++) {
-        CUresult closed = close_ring(&rings[at]);
+        CUresult closed = ring_close(&rings[at]);
         if (result == CUDA_SUCCESS)
             result = closed;
     }
     return result;
 }
 
-static CUresult open_ring(struct ring *ring, CUcontext context, size_t bytes)
+CUresult ring_open(struct ring *ring, CUcontext context, size_t bytes)
 {
     ring->memory = map_huge_pages(bytes);
     if (ring->memory == NULL)
@@ -310,7 +304,7 @@ static void start(struct work *work, size_t workers)
 {
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
-        result = open_ring(work->ring, work->context, workers * BUFFERS * PART_BYTES);
+        result = ring_open(work->ring, work->context, workers * BUFFERS * PART_BYTES);
     if (result == CUDA_SUCCESS && work->outwards)
         result = find_zeros(work);
     if (result == CUDA_SUCCESS && work->outwards && work->keeps)
@@ -338,8 +332,7 @@ static void end(struct work *work)
     fail(result);
 }
 
-/* Memory of both tables, by one number after the other. */
-static bool next_copied(size_t *at, struct copied *next)
+bool copies_next(size_t *at, struct copied *next)
 {
     size_t slots;
     struct allocation *table = allocations_table(&slots);
@@ -365,7 +358,7 @@ static size_t divide(struct work *works)
 {
     size_t count = 0;
     struct copied each;
-    for (size_t at = 0; next_copied(&at, &each);) {
+    for (size_t at = 0; copies_next(&at, &each);) {
         size_t which = 0;
         while (which < count && works[which].context != each.context)
             which++;
@@ -384,7 +377,7 @@ static void list_parts(struct work *work)
 {
     size_t count = 0;
     struct copied each;
-    for (size_t at = 0; next_copied(&at, &each);)
+    for (size_t at = 0; copies_next(&at, &each);)
         if (each.context == work->context)
             for (size_t offset = 0; offset < each.bytes; offset += PART_BYTES) {
                 size_t rest = each.bytes - offset, bytes = rest < PART_BYTES ? rest : PART_BYTES;
@@ -505,14 +498,14 @@ static CUresult run_dry(void)
         CUevent event = NULL;
         result = driver()->cuCtxSetCurrent(dry_run.contexts[at]);
         if (result == CUDA_SUCCESS)
-            result = open_ring(&rings[0], dry_run.contexts[at], HUGE_PAGE);
+            result = ring_open(&rings[0], dry_run.contexts[at], HUGE_PAGE);
         if (result == CUDA_SUCCESS)
             result = scan_nothing(&rings[0]);
         if (result == CUDA_SUCCESS)
             result = driver()->cuEventCreate(&event, CU_EVENT_DISABLE_TIMING);
         if (event != NULL)
             result = driver()->cuEventDestroy_v2(event);
-        CUresult closed = close_ring(&rings[0]);
+        CUresult closed = ring_close(&rings[0]);
         result = result != CUDA_SUCCESS ? result : closed;
     }
     return result;

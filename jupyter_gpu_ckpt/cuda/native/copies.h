@@ -3,6 +3,21 @@
 #pragma once
 
 #include "allocations.h"
+#include "mappings.h"
+
+/* The next memory of both tables that has a place in host memory, after ``at``, which begins as 0; false at the end. */
+bool copies_next(size_t *at, struct copied *next);
+
+/* Pinned memory, which the device can read, too, and a stream for copies from and to it, in the current context.  A ring
+ * that cannot be closed stays as it is. */
+struct ring {
+    char *memory;
+    size_t bytes;
+    CUcontext context;
+    CUstream stream;
+};
+CUresult ring_open(struct ring *ring, CUcontext context, size_t bytes);
+CUresult ring_close(struct ring *ring);
 
 /* Copy all memory that has an offset in host memory there, or back.  ``keeps``: host memory is kept afterwards, or was
  * before; only pages that it does not have are copied (`page_digests.h`).  After failure some may be copied. */

@@ -25,11 +25,13 @@ static char path[PATH_MAX]; /* of the directory; empty: there can be no files */
 static size_t size;
 static char *memory; /* anonymous; NULL: files */
 static int directory = -1;
+static atomic_int opened_file = -1; /* the last one; of several threads only while nobody forks */
 static atomic_int direct; /* O_DIRECT, for files that are not in memory */
 /* What is known of each huge page; NULL: nothing. */
 static struct page {
     struct digest digest; /* of its content */
     bool zero;            /* it holds zeros only */
+    bool written;
 } *pages;
 static bool is_used;         /* pages may have been written before they are to hold zeros */
 static size_t last_extended; /* the extent that has its full length for zeros */
@@ -102,7 +104,14 @@ static int open_extent(size_t offset, int flags)
     int file = openat(directory, name, flags | O_NOFOLLOW | O_CLOEXEC | atomic_load(&direct), 0600);
     if (file < 0 && errno == EINVAL && atomic_exchange(&direct, 0) != 0) /* a file system without O_DIRECT */
         file = openat(directory, name, flags | O_NOFOLLOW | O_CLOEXEC, 0600);
+    atomic_store(&opened_file, file);
     return file;
+}
+
+static int close_extent(int file)
+{
+    atomic_store(&opened_file, -1);
+    return close(file);
 }
 
 /* Read or write a range within one extent, according to the flags that open(2) gets. */
@@ -125,7 +134,7 @@ static CUresult move_in_extent(size_t offset, char *buffer, size_t bytes, int fl
         else if (errno != EINTR)
             result = result_of(errno);
     }
-    if (file >= 0 && close(file) != 0 && result == CUDA_SUCCESS && flags != O_RDONLY)
+    if (file >= 0 && close_extent(file) != 0 && result == CUDA_SUCCESS && flags != O_RDONLY)
         result = result_of(errno);
     return result;
 }
@@ -160,7 +169,7 @@ static CUresult extend(size_t extent, size_t offset, size_t bytes)
     if (done && is_used && from < to)
         done = fallocate(file, PUNCH, (off_t)(from - begin), (off_t)(to - from)) == 0;
     CUresult result = done ? CUDA_SUCCESS : result_of(errno);
-    close(file);
+    close_extent(file);
     return result;
 }
 
@@ -184,9 +193,9 @@ static void unmap_pages(void)
 
 size_t host_memory_taken(void)
 {
-    size_t taken = size;
-    for (size_t at = 0; pages != NULL && at < size / HUGE_PAGE; at++)
-        taken -= pages[at].zero ? HUGE_PAGE : 0;
+    size_t taken = 0;
+    for (size_t at = 0; pages != NULL && at < page_count(size); at++)
+        taken += pages[at].written ? HUGE_PAGE : 0;
     return taken;
 }
 
@@ -201,7 +210,8 @@ bool host_memory_has(size_t offset, const struct digest *digest)
 void host_memory_note(size_t offset, const struct digest *digest)
 {
     if (pages != NULL)
-        pages[offset / HUGE_PAGE] = (struct page){.digest = digest != NULL ? *digest : (struct digest){{0, 0}}};
+        pages[offset / HUGE_PAGE] =
+            (struct page){.digest = digest != NULL ? *digest : (struct digest){{0, 0}}, .written = true};
 }
 
 /* -- files or anonymous memory */
@@ -261,6 +271,20 @@ CUresult host_memory_enlarge(size_t bytes)
     return result;
 }
 
+CUresult host_memory_extend(void)
+{
+    struct stat found;
+    char name[NAME_BYTES];
+    CUresult result = host_memory_open();
+    for (size_t extent = 0; result == CUDA_SUCCESS && extent * EXTENT_BYTES < size; extent++) {
+        name_of(extent * EXTENT_BYTES, name);
+        if (fstatat(directory, name, &found, AT_SYMLINK_NOFOLLOW) != 0)
+            result = extend(extent, 0, 0);
+    }
+    host_memory_close();
+    return result;
+}
+
 CUresult host_memory_open(void)
 {
     if (memory != NULL || directory >= 0)
@@ -275,9 +299,18 @@ CUresult host_memory_open(void)
 
 void host_memory_close(void)
 {
-    if (directory >= 0)
-        close(directory);
-    directory = -1;
+    int opened = directory;
+    directory = -1; /* first: a child of another thread must not close what gets its number then */
+    if (opened >= 0)
+        close(opened);
+}
+
+void host_memory_in_child(void)
+{
+    int file = atomic_exchange(&opened_file, -1);
+    if (file >= 0)
+        close(file);
+    host_memory_close();
 }
 
 /* While the copy into this range is running: twice as fast as the page faults of memcpy, and missing memory is an error

@@ -15,7 +15,7 @@ void host_memory_set_directory(const char *path);
 /* Replace the host memory by an empty one of so many bytes.  After failure there is none. */
 CUresult host_memory_create(size_t bytes);
 
-/* Its size; 0: there is none.  And the bytes of its pages that are not known to be zeros, which take memory. */
+/* Its size; 0: there is none.  And the bytes of its pages that were noted to be written, and so take memory. */
 size_t host_memory_bytes(void);
 size_t host_memory_taken(void);
 bool host_memory_is_files(void);
@@ -30,10 +30,16 @@ bool host_memory_is_intact(void);
 /* Enlarge host memory that is intact to so many bytes, and keep its content.  After failure it may have to be freed. */
 CUresult host_memory_enlarge(size_t bytes);
 
+/* Create the files that are not written yet, with holes: then host memory is intact whatever is written of it. */
+CUresult host_memory_extend(void);
+
 /* Call before and after the three functions below.  No file is open otherwise: a checkpoint of this process would have
  * to carry it. */
 CUresult host_memory_open(void);
 void host_memory_close(void);
+
+/* Close the files that are open, in a child that was just forked. */
+void host_memory_in_child(void);
 
 /* From any thread, for ranges that do not overlap.  `host_memory_prefault` announces a write, and may allocate
  * pages. */

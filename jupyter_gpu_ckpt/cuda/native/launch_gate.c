@@ -22,7 +22,7 @@
 /* The C library's number of signals, which begin with 1. */
 #define SIGNALS 64
 /* Then they are counted anew. */
-#define MAX_CLOSINGS (1u << 27)
+#define MAX_CLOSINGS (1u << 26)
 
 static const char *const names[] = {
 #define NAME(name) #name,
@@ -161,6 +161,10 @@ CUresult launch_gate_pass(void)
     int seen = atomic_load_explicit(&gpu_ckpt_published.launch_gate, memory_order_acquire);
     if (!HAS_LAUNCH_GATE || seen == 0)
         return CUDA_SUCCESS;
+    if (seen == GATE_WATCHED) {
+        atomic_fetch_and(&gpu_ckpt_published.launch_gate, ~GATE_WATCHED);
+        return CUDA_SUCCESS;
+    }
     int error = errno;
     CUresult result = (seen & GATE_UNPREPARED) != 0 ? prepare() : CUDA_SUCCESS;
     if (result == CUDA_SUCCESS && (seen & GATE_CLOSED) != 0 && getpid() != closed_by)
@@ -170,6 +174,17 @@ CUresult launch_gate_pass(void)
     errno = error;
     return result;
 }
+
+bool launch_gate_watch(bool watch)
+{
+    int open = 0;
+    if (!watch)
+        atomic_fetch_and(&gpu_ckpt_published.launch_gate, ~GATE_WATCHED);
+    return watch && HAS_LAUNCH_GATE &&
+           atomic_compare_exchange_strong(&gpu_ckpt_published.launch_gate, &open, GATE_WATCHED);
+}
+
+bool launch_gate_is_watched(void) { return atomic_load(&gpu_ckpt_published.launch_gate) == GATE_WATCHED; }
 
 void launch_gate_wait(void)
 {

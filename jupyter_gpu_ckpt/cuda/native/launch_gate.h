@@ -44,6 +44,11 @@ void launch_gate_wait(void);
 void launch_gate_close(double seconds);
 void launch_gate_open(void);
 
+/* Watch an open gate for the next call, which ends that and passes; false: there is no gate, or it is not open.  Or do no
+ * longer.  And whether no call has come since. */
+bool launch_gate_watch(bool watch);
+bool launch_gate_is_watched(void);
+
 /* A number that changes when the gate is closed. */
 unsigned launch_gate_closings(void);
 

@@ -262,6 +262,7 @@ bool mappings_begin(struct mapping_call *call)
         link_call(call);
     }
     table_unlock();
+    table_wait_for_reads();
     return known;
 }
 
@@ -286,6 +287,7 @@ bool mappings_begin_release(struct mapping_call *call, bool *ends)
     if (known)
         memory->references--;
     table_unlock();
+    table_wait_for_reads();
     return known;
 }
 
@@ -461,6 +463,18 @@ size_t *mappings_next_offset(size_t *at, size_t *bytes)
         return &memory->offset;
     }
     return NULL;
+}
+
+bool mappings_have_place(CUdeviceptr address, size_t bytes, size_t offset)
+{
+    size_t at = first_mapping(address);
+    if (at == mapping_count || mappings[at].address != address || mappings[at].bytes != bytes)
+        return false;
+    const struct memory *memory = find_memory(mappings[at].handle);
+    for (const struct mapping_call *call = calls; call != NULL; call = call->next)
+        if (call->handle == memory->handle || (call->address < address + bytes && address < call->address + call->bytes))
+            return false;
+    return memory->address == address && memory->offset == offset && memory->kept == 0;
 }
 
 bool mappings_copied(size_t *at, struct copied *next)

@@ -85,6 +85,9 @@ struct copied {
 };
 bool mappings_copied(size_t *at, struct copied *next);
 
+/* Whether that mapping can be read, and its memory has this place in host memory. */
+bool mappings_have_place(CUdeviceptr address, size_t bytes, size_t offset);
+
 /* The context in which memory of a device is copied; NULL: there is no such memory, or no context. */
 CUcontext mappings_context(CUdevice device);
 

@@ -13,7 +13,8 @@ enum {
     GATE_UNPREPARED = 1, /* the driver's functions are not known yet */
     GATE_CLOSED = 2,
     GATE_LEASED = 4, /* closed, and opens by itself */
-    GATE_CLOSING = 8, /* from here on, while it is closed: which closing this is */
+    GATE_WATCHED = 8, /* the next call clears this bit, and passes (`mirror.h`) */
+    GATE_CLOSING = 16, /* from here on, while it is closed: which closing this is */
 };
 
 struct published {

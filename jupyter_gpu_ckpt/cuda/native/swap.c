@@ -8,6 +8,7 @@
 #include "host_memory.h"
 #include "mappings.h"
 #include "memory_pressure.h"
+#include "table_lock.h"
 
 /* What is in host memory: a copy of what is on the device, since nothing runs; the only valid content, and some
  * allocations or all have no device memory; a copy of what was on the device once. */
@@ -44,9 +45,15 @@ void swap_keep(size_t wanted)
     swap_free_host();
 }
 
-bool swap_is_to_keep(void) { return limit != 0; }
+size_t swap_limit(void) { return limit; }
 
 bool swap_keeps(void) { return content == KEPT; }
+
+void swap_give_up(void)
+{
+    if (content == KEPT)
+        free_host();
+}
 
 void swap_check_memory(void)
 {
@@ -175,29 +182,91 @@ static CUresult clear_holes(const struct layout *layout)
 }
 
 /* Give everything that is copied its place in the host memory that is kept; false: it needs another one. */
-static bool arrange_again(size_t all)
+static bool place_kept(struct layout *layout, size_t all)
 {
-    struct layout layout = {.pages = pages_of(host_memory_bytes()) + pages_of(all) + 1};
-    layout.pages *= 2; /* parts of pages, with a granularity of memory that is none of theirs */
-    void *mapped = mmap(NULL, layout.pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapped == MAP_FAILED)
-        return false;
-    layout.occupied = mapped;
-    bool done = host_memory_is_intact() && place_again(&layout, all) &&
-                host_memory_enlarge(layout.end * DIGEST_PAGE) == CUDA_SUCCESS && clear_holes(&layout) == CUDA_SUCCESS;
-    munmap(layout.occupied, layout.pages);
-    return done;
+    layout->pages = 2 * (pages_of(host_memory_bytes()) + pages_of(all) + 1); /* parts of pages, too */
+    void *mapped = mmap(NULL, layout->pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    layout->occupied = mapped != MAP_FAILED ? mapped : NULL;
+    return layout->occupied != NULL && place_again(layout, all);
+}
+
+static CUresult prepare_kept(const struct layout *layout)
+{
+    CUresult result = host_memory_enlarge(layout->end * DIGEST_PAGE);
+    return result == CUDA_SUCCESS ? clear_holes(layout) : result;
+}
+
+static void free_layout(struct layout *layout)
+{
+    if (layout->occupied != NULL)
+        munmap(layout->occupied, layout->pages);
+}
+
+static bool has_files_to_use(void)
+{
+    return limit != 0 && (content == KEPT || content == COPIED) && host_memory_is_intact();
 }
 
 static CUresult arrange(size_t all)
 {
-    if (limit != 0 && (content == KEPT || content == COPIED) && arrange_again(all)) {
+    struct layout layout = {.occupied = NULL};
+    bool again = has_files_to_use() && place_kept(&layout, all) && prepare_kept(&layout) == CUDA_SUCCESS;
+    free_layout(&layout);
+    if (again) {
         content = NOTHING; /* that is complete */
         return CUDA_SUCCESS;
     }
     free_host();
     place_anew();
     return host_memory_create(all);
+}
+
+/* List what has a place, which is read while the program runs; NULL: there is no memory. */
+static struct copied *list_places(size_t *count)
+{
+    struct copied each, *list;
+    *count = 0;
+    for (size_t at = 0; copies_next(&at, &each);)
+        ++*count;
+    list = mmap(NULL, (*count + 1) * sizeof *list, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    for (size_t at = 0, number = 0; list != MAP_FAILED && number < *count; number++)
+        copies_next(&at, &list[number]);
+    return list != MAP_FAILED ? list : NULL;
+}
+
+struct copied *swap_places(size_t *count)
+{
+    if (driver() == NULL || content == SWAPPED_OUT || content == COPIED || limit == 0)
+        return NULL;
+    struct layout layout = {.occupied = NULL};
+    struct copied *list = NULL;
+    bool usable = has_files_to_use();
+    if (!table_lock_for_swap())
+        return NULL;
+    size_t all = plan();
+    usable = usable && place_kept(&layout, all);
+    if (!usable)
+        place_anew();
+    if (all != 0)
+        list = list_places(count);
+    table_unlock();
+    if (list != NULL && !usable)
+        free_host();
+    CUresult result = list == NULL ? CUDA_SUCCESS : usable ? prepare_kept(&layout) : host_memory_create(all);
+    free_layout(&layout);
+    if (list != NULL && (result != CUDA_SUCCESS || !host_memory_may_stay() || host_memory_extend() != CUDA_SUCCESS)) {
+        free_host();
+        swap_free_places(list, *count);
+        return NULL;
+    }
+    content = list != NULL ? KEPT : content;
+    return list;
+}
+
+void swap_free_places(struct copied *list, size_t count)
+{
+    if (list != NULL)
+        munmap(list, (count + 1) * sizeof *list);
 }
 
 CUresult swap_copy_out(void)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "allocations.h"
+#include "mappings.h"
 
 /* Number of allocations, their bytes, the bytes that are swapped out, and those of host memory that is kept while
  * they are on the device; may be called at any time. */
@@ -13,12 +14,18 @@ struct amounts swap_amounts(void);
 /* Keep what was swapped in also in host memory, in files in memory, if that takes no more bytes than ``limit`` (0: never):
  * the next copy then only moves pages that differ.  Gives up at once what is more. */
 void swap_keep(size_t limit);
-bool swap_is_to_keep(void);
+size_t swap_limit(void);
 
 /* Whether something is kept; and give it up if host memory is short (`memory_pressure.h`), or if there is no allocation
  * any more. */
 bool swap_keeps(void);
 void swap_check_memory(void);
+void swap_give_up(void);
+
+/* Give everything that would be copied its place in host memory that is kept, beside what that has already, and list it:
+ * for `mirror.h`, while the program runs.  NULL: there is nothing, it must not be kept, or there is no host memory. */
+struct copied *swap_places(size_t *count);
+void swap_free_places(struct copied *list, size_t count);
 
 /* The steps below run while the table is locked (`table_lock_for_swap`) and every thread of the process except the
  * driver's own is stopped: a write to an allocation after its copy and before its memory is freed would be lost. */

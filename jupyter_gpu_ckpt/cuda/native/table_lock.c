@@ -1,11 +1,16 @@
 #define _GNU_SOURCE
 #include "table_lock.h"
 
+#include <limits.h>
+#include <linux/futex.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 static atomic_flag busy = ATOMIC_FLAG_INIT;
+static atomic_int reading;
 
 void table_lock(void)
 {
@@ -26,4 +31,23 @@ bool table_lock_for_swap(void)
             return false;
     }
     return true;
+}
+
+void table_set_reading(bool reads)
+{
+    atomic_store(&reading, reads);
+    if (!reads)
+        syscall(SYS_futex, &reading, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+void table_wait_for_reads(void)
+{
+    while (atomic_load(&reading) != 0)
+        syscall(SYS_futex, &reading, FUTEX_WAIT_PRIVATE, 1, NULL, NULL, 0);
+}
+
+void table_in_child(void)
+{
+    table_unlock();
+    atomic_store(&reading, 0);
 }

@@ -89,6 +89,12 @@ static void need_registered(const void *memory, size_t bytes)
         misuse("a kernel's arguments are not in registered memory");
 }
 
+/* Device memory, or host memory that the device can read. */
+static bool can_read(CUdeviceptr address, size_t bytes, CUcontext context)
+{
+    return host_range_is_registered((void *)address, bytes) || range_is_usable_in(address, bytes, 1, context);
+}
+
 static void find_zeros(const struct launch *launch, unsigned block, CUcontext context)
 {
     const struct scanned *part = &((const struct scanned *)launch->read)[block];
@@ -96,7 +102,7 @@ static void find_zeros(const struct launch *launch, unsigned block, CUcontext co
     need_registered(part, sizeof *part);
     need_registered(found, sizeof *found);
     if (part->bytes % SCAN_BYTES != 0 || part->address % 16 != 0 ||
-        !range_is_usable_in(part->address, part->bytes, 1, context))
+        !can_read(part->address, part->bytes, context))
         misuse("%s(%#llx, %zu): cannot be read", kernels[ZERO_PARTS], part->address, part->bytes);
     *found = device_is_zero(part->address, part->bytes) ? ONLY_ZEROS : OTHER_BYTES;
 }
@@ -154,7 +160,7 @@ static void compute_digest(const struct launch *launch, unsigned block, CUcontex
     struct digest *digest = &((struct digest *)launch->found)[block];
     need_registered(page, sizeof *page);
     need_registered(digest, sizeof *digest);
-    if (*page % 16 != 0 || (uintptr_t)digest % 16 != 0 || !range_is_usable_in(*page, DIGEST_PAGE, 1, context))
+    if (*page % 16 != 0 || (uintptr_t)digest % 16 != 0 || !can_read(*page, DIGEST_PAGE, context))
         misuse("%s(%#llx): cannot be read", kernels[PAGE_DIGESTS], *page);
     char *content = malloc(DIGEST_PAGE);
     device_to_host(content, *page, DIGEST_PAGE);

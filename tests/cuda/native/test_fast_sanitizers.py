@@ -77,6 +77,10 @@ def hammer(subject: Subject, threads: int, rounds: int, still) -> None:
             until(lambda: int(subject.ask("rounds")) > before + threads, "the threads run")  # noqa: B023
             assert control.ask("status")["allocations"] >= len(kept)  # at any time
             control.must(f"keep {1 << 30 if turn % 5 else 0}")
+            if turn % 5:
+                control.ask("mirror")  # which the threads end at once, if it begins
+                time.sleep(0.002 * (turn % 4))
+                control.must(f"keep {1 << 30}")  # before they are stopped
             with still(subject):
                 if turn % 3 == 2:
                     gives_up(control)

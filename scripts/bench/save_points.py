@@ -82,7 +82,7 @@ async def rounds(root: Path, options: argparse.Namespace) -> tuple[dict[str, lis
             if options.gib:
                 assert await kernel.run(USED) == expected, "it went back to other device memory"
             began = time.perf_counter()
-            async with branch_of(point.id, kernel, root / f"branch{number}", accepts_differences=True) as branch:
+            async with branch_of(point.id, kernel, root / f"branch{number}", accept_differences=True) as branch:
                 await branch.run(cell)
                 figures["branch"].append(time.perf_counter() - began)
             for image in (point, before):

@@ -3,7 +3,7 @@
  *
  * It runs on the thread that serves requests, in steps of a few milliseconds between them, and ends with the first call
  * of the program that uses the GPU (`launch_gate_watch`).  A step copies pages into pinned memory, has the GPU compute
- * their digests there, and writes them to host memory.  So a digest is of the very bytes that were copied, whoever
+ * their digests there, and writes them to host memory.  So a digest is of the very bytes that were copied, whatever
  * writes to the page meanwhile, and a page that was torn has another digest than any that the program leaves.
  *
  * A page is read while it is in the tables, and a thread that removes memory from them waits for that before it unmaps

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fast_kernel import FastKernel
 from fast_program import Kernel
-from programs import Programs, build, build_doubles, compiler
+from programs import Programs, build, build_doubles, build_library, compiler
 from subject import running
 
 from jupyter_gpu_ckpt.cuda import fastpath
@@ -27,6 +27,16 @@ def doubles() -> Path:
 @pytest.fixture(scope="session")
 def programs(doubles) -> Programs:
     return build(doubles)
+
+
+@pytest.fixture(scope="session")
+def in_its_directory(programs, tmp_path_factory) -> Programs:
+    """The programs with a library that reads how much memory there is from files in its directory."""
+    directory = tmp_path_factory.mktemp("memory")
+    build_library(directory, ["-O2", f'-DMEMORY_FILES="{directory}"'])
+    for program in ("loader", "direct", "libsubject.so"):
+        (directory / program).symlink_to(programs.directory / program)
+    return Programs(directory)
 
 
 @pytest.fixture

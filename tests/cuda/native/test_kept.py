@@ -11,7 +11,7 @@ from pathlib import Path
 
 import page_digest
 import pytest
-from programs import Programs, build_library
+from programs import Programs
 from subject import MIB, Control, Subject, running
 from waiting import until
 
@@ -189,16 +189,6 @@ ENOUGH_OF_ALL = {
     "/sys/fs/cgroup/memory.current": "7900\n",
     "/proc/pressure/memory": "some avg10=9.99 avg60=90.00 avg300=0.00 total=5\n",
 }
-
-
-@pytest.fixture(scope="module")
-def in_its_directory(programs, tmp_path_factory) -> Programs:
-    """The programs with a library that reads how much memory there is from files in its directory."""
-    directory = tmp_path_factory.mktemp("memory")
-    build_library(directory, ["-O2", f'-DMEMORY_FILES="{directory}"'])
-    for program in ("loader", "direct", "libsubject.so"):
-        (directory / program).symlink_to(programs.directory / program)
-    return Programs(directory)
 
 
 def write_files(programs: Programs, files: dict[str, str]) -> None:

@@ -102,16 +102,20 @@ def test_more_than_the_limit_is_given_up(subject, control):
     swap(subject, control)
 
 
-def test_it_is_given_up_when_memory_is_short(programs, subject, control, request):
+def test_it_is_given_up_when_memory_is_short(in_its_directory, doubles, request):
     files = SHORT["of the machine"]
-    request.addfinalizer(lambda: [(programs.directory / "memory-files" / name[1:]).unlink() for name in files])
-    subject.alloc(8, 8 * MIB, "cuda", "full")
-    subject.ask("delay", 20000)
-    control.must("mirror")
-    write_files(programs, files)
-    until(lambda: not control.ask("status")["mirrors"], "it has ended")
-    assert (control.ask("status")["kept"], [*extents(subject).iterdir()]) == (0, [])
-    subject.ask("delay", 0)
+    request.addfinalizer(lambda: [(in_its_directory.directory / name[1:]).unlink() for name in files])
+    with running(in_its_directory, doubles, environment=DIRTY) as subject:
+        extents(subject).mkdir(parents=True)
+        subject.alloc(8, 8 * MIB, "cuda", "full")
+        with subject.control() as control:
+            control.must(f"keep {ENOUGH}")
+            subject.ask("delay", 20000)
+            control.must("mirror")
+            write_files(in_its_directory, files)
+            until(lambda: not control.ask("status")["mirrors"], "it has ended")
+            assert (control.ask("status")["kept"], [*extents(subject).iterdir()]) == (0, [])
+        subject.ask("delay", 0)
 
 
 def test_the_program_ends_a_context_or_itself_meanwhile(subject, control):

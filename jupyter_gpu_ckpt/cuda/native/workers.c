@@ -52,7 +52,7 @@ static int execute(const char *path, char *const arguments[])
             return execve(path, arguments, environ);
         if (strncmp(*each, PRELOAD, strlen(PRELOAD)) != 0)
             variables[count++] = *each;
-        else if (strlen(*each) < PATH_MAX) {
+        else if (strlen(*each) < PATH_MAX && strlen(preload) + strlen(*each) < sizeof preload) {
             strcat(preload, ":");
             strcat(preload, *each + strlen(PRELOAD));
         } else

@@ -50,3 +50,26 @@ def test_shared_memory_is_not_swapped(subject):
     assert subject.outstanding()["mappings"] == 2
     with subject.control() as control:
         assert control.ask("status")["shared"] == 0
+
+
+#: Starts a program as multiprocessing does, with ``sys.argv[1]`` variables of one name, as only C can have them.
+SEVERAL = """
+import ctypes, sys
+c = ctypes.CDLL(None)
+values = [b"LD_PRELOAD=" + b"x" * 4000 for _ in range(int(sys.argv[1]))] + [None]
+ctypes.c_void_p.in_dll(c, "environ").value = ctypes.addressof(variables := (ctypes.c_char_p * len(values))(*values))
+c.execv(b"/bin/echo", (ctypes.c_char_p * 4)(b"echo", b"--multiprocessing-fork", b"begun", None))
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_a_worker_begins_however_long_its_other_preloaded_libraries_are(programs, doubles, runtime_base, count):
+    variables = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(doubles),
+        "LD_PRELOAD": str(programs.library),
+        SOCKET_VARIABLE: str(runtime_base / "fast"),
+    }
+    command = [sys.executable, "-c", SEVERAL, str(count)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "--multiprocessing-fork begun\n")

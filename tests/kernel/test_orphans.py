@@ -142,13 +142,13 @@ async def busy(kernel: Notebook, server: Server, then: str = "") -> Callable[[],
 
 async def test_a_kernel_that_cannot_be_checkpointed_runs_on_and_is_attached_alive(server):
     first = await server.start(drain_timeout=0.2)
-    go_on = await busy(first, server, "x = 40")
+    end_cell = await busy(first, server, "x = 40")
     (pid,) = first.lifecycle.capsule.processes()
     await first.provisioner.detach()
     assert alive([pid]) == [pid]
     (orphan,) = server.orphans()
     assert orphan.directory is not None
-    asyncio.get_running_loop().call_later(0.5, go_on)
+    asyncio.get_running_loop().call_later(0.5, end_cell)
     second = await server.start(drain_timeout=10.0)
     assert second.state == "running"
     assert second.lifecycle.capsule.processes() == [pid]
@@ -402,7 +402,7 @@ async def test_an_attach_that_fails_leaves_the_kernel_to_the_next_try(server, mo
     first = await server.start(drain_timeout=0.2)
     await first.run("x = 41")
     if not asleep:
-        go_on = await busy(first, server)
+        end_cell = await busy(first, server)
     await first.provisioner.detach()
 
     def fails(self, **_):
@@ -414,7 +414,7 @@ async def test_an_attach_that_fails_leaves_the_kernel_to_the_next_try(server, mo
     (orphan,) = server.orphans()
     assert (orphan.image is not None) == asleep
     if not asleep:
-        asyncio.get_running_loop().call_later(0.5, go_on)
+        asyncio.get_running_loop().call_later(0.5, end_cell)
     second = await server.start(drain_timeout=10.0)
     assert await second.run("print(x)") == "41"
     await second.settled("running")

@@ -309,7 +309,7 @@ put(b"one"); write(0)
 READS = "import lmdb; e = lmdb.open('store'); t = e.begin(); print(t.get(b'key'), e.stat()['entries'])"
 
 
-async def test_a_database_of_lmdb_and_a_file_past_the_page_cache_are_as_then_and_go_on(kernel, tmp_path):
+async def test_a_database_of_lmdb_and_a_file_past_the_page_cache_are_as_then_and_can_be_changed(kernel, tmp_path):
     def read() -> str:
         done = subprocess.run([sys.executable, "-c", READS], cwd=tmp_path, capture_output=True, text=True, check=True)
         return done.stdout.strip()

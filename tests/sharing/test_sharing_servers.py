@@ -230,28 +230,36 @@ def test_a_server_that_is_killed_or_stopped_in_a_hand_over_holds_nobody_up(world
     assert world.longest_served <= LONGEST_VOID
 
 
-def test_a_kernel_whose_claim_is_void_when_its_server_goes_on_waits_anew(tmp_path, monkeypatch):
-    """Its server was stopped between the claim and the move, and others may have been granted the memory meanwhile."""
-    valid = iter([False])
-    monkeypatch.setattr(Member, "claim_is_valid", lambda member: next(valid, True))
-    (tmp_path / "memory").mkdir()
-    gpus = sharing_server.FileGpus(tmp_path / "locks", tmp_path / "memory", {A: 100})
-    exchange = Exchange(gpus, sharing_server.RULES)
-    kernel = sharing_server.Kernel(0, 60, exchange, gpus, tmp_path / "memory", seed=1)
+def server_with_a_gpu(directory: Path) -> tuple[sharing_server.FileGpus, Exchange]:
+    """GPU A, of 100 bytes, and what a server of these tests' own process does to share it."""
+    (directory / "memory").mkdir()
+    gpus = sharing_server.FileGpus(directory / "locks", directory / "memory", {A: 100})
+    return gpus, Exchange(gpus, sharing_server.RULES)
+
+
+def runs_a_cell(kernel: sharing_server.Kernel) -> None:
+    """Check that a cell ends; then the kernel does not share any more."""
     cell = threading.Thread(target=kernel.run, args=(1, 0.3), daemon=True)
     cell.start()
     cell.join(60)
     kernel.sharing.close()
     assert not cell.is_alive(), "its cell waits for ever"
+
+
+def test_a_kernel_whose_claim_is_void_when_its_server_goes_on_waits_anew(tmp_path, monkeypatch):
+    """Its server was stopped between the claim and the move, and others may have been granted the memory meanwhile."""
+    valid = iter([False])
+    monkeypatch.setattr(Member, "claim_is_valid", lambda member: next(valid, True))
+    gpus, exchange = server_with_a_gpu(tmp_path)
+    kernel = sharing_server.Kernel(0, 60, exchange, gpus, tmp_path / "memory", seed=1)
+    runs_a_cell(kernel)
     assert next(valid, "asked") == "asked"
 
 
 def test_nobody_waits_for_decisions_that_cannot_be_made(tmp_path, monkeypatch):
     """Another user may have filled the directory: the move goes on without sharing, or says why it cannot."""
     monkeypatch.setattr("jupyter_gpu_ckpt.sharing.exchange.SILENT_S", 0.3)
-    (tmp_path / "memory").mkdir()
-    gpus = sharing_server.FileGpus(tmp_path / "locks", tmp_path / "memory", {A: 100})
-    exchange = Exchange(gpus, sharing_server.RULES)
+    gpus, exchange = server_with_a_gpu(tmp_path)
     kernel = sharing_server.Kernel(0, 60, exchange, gpus, tmp_path / "memory", seed=1)
     kernel.lifecycle.state = State.RESUMING
     read = records.read_all
@@ -281,9 +289,7 @@ def test_nobody_waits_for_decisions_that_cannot_be_made(tmp_path, monkeypatch):
 
 
 def test_an_exchange_that_got_no_thread_gets_one_with_the_next_kernel(tmp_path, monkeypatch):
-    (tmp_path / "memory").mkdir()
-    gpus = sharing_server.FileGpus(tmp_path / "locks", tmp_path / "memory", {A: 100})
-    exchange = Exchange(gpus, sharing_server.RULES)
+    gpus, exchange = server_with_a_gpu(tmp_path)
 
     def exhausted(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -293,8 +299,4 @@ def test_an_exchange_that_got_no_thread_gets_one_with_the_next_kernel(tmp_path, 
         with pytest.raises(RuntimeError):
             sharing_server.Kernel(0, 60, exchange, gpus, tmp_path / "memory", seed=1)
     kernel = sharing_server.Kernel(1, 60, exchange, gpus, tmp_path / "memory", seed=1)
-    cell = threading.Thread(target=kernel.run, args=(1, 0.1), daemon=True)
-    cell.start()
-    cell.join(30)
-    kernel.sharing.close()
-    assert not cell.is_alive(), "its cell waits for ever"
+    runs_a_cell(kernel)

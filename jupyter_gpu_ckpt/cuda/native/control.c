@@ -59,6 +59,7 @@
 #include "mirror.h"
 #include "published.h"
 #include "rwlock_release.h"
+#include "seconds.h"
 #include "swap.h"
 #include "table_lock.h"
 #include "workers.h"
@@ -128,13 +129,6 @@ __attribute__((constructor)) static void begin(void)
 /* For `cuda/fastpath.py`, which calls it before it lets a kernel preload the library. */
 __attribute__((visibility("default"))) int gpu_ckpt_knows_rwlocks(void);
 int gpu_ckpt_knows_rwlocks(void) { return rwlock_layout_is_known(); }
-
-static double now(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + (double)time.tv_nsec / 1e9;
-}
 
 /* In one line of the processor's cache: each call that passes the gate reads it. */
 _Alignas(64) struct published gpu_ckpt_published = {

@@ -18,6 +18,7 @@
 #include "control.h"
 #include "launch_gate_names.h"
 #include "published.h"
+#include "seconds.h"
 
 /* The C library's number of signals, which begin with 1. */
 #define SIGNALS 64
@@ -35,13 +36,6 @@ enum { NAMES = sizeof names / sizeof *names };
 static double opens_at; /* seconds of CLOCK_MONOTONIC, while it is leased */
 static atomic_uint closings; /* how often the gate was closed */
 static _Atomic pid_t closed_by; /* the process, which a child that was made without fork's handlers is not */
-
-static double now(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + (double)time.tv_nsec / 1e9;
-}
 
 /* -- closing and opening */
 

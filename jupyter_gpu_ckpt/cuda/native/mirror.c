@@ -15,6 +15,7 @@
 #include "host_memory.h"
 #include "launch_gate.h"
 #include "page_digests.h"
+#include "seconds.h"
 #include "swap.h"
 #include "table_lock.h"
 #include "zero_parts.h"
@@ -50,13 +51,6 @@ void mirror_in_child(void)
     running = forbidden = 0;
     ring.memory = NULL;
     list = NULL;
-}
-
-static double now(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + (double)time.tv_nsec / 1e9;
 }
 
 static void close_used_ring(void)
@@ -109,7 +103,7 @@ CUresult mirror_begin(void)
 
 /* -- one step */
 
-static bool may_go_on(void) { return launch_gate_is_watched() && atomic_load(&forbidden) == 0; }
+static bool is_undisturbed(void) { return launch_gate_is_watched() && atomic_load(&forbidden) == 0; }
 
 static bool has_place(const struct copied *each)
 {
@@ -219,13 +213,13 @@ static bool is_permitted(void)
 static bool perform_step(void)
 {
     struct page pages[PAGES];
-    if (!may_go_on() || !is_permitted() || next == count || use_context() != CUDA_SUCCESS)
+    if (!is_undisturbed() || !is_permitted() || next == count || use_context() != CUDA_SUCCESS)
         return false;
     struct results *results = (struct results *)(ring.memory + PAGES * DIGEST_PAGE);
     size_t number = claim(pages);
     if (number == 0)
         return next < count;
-    if (read_pages(pages, number) != CUDA_SUCCESS || !may_go_on() || !compute(results, number))
+    if (read_pages(pages, number) != CUDA_SUCCESS || !is_undisturbed() || !compute(results, number))
         return false;
     if (!write_pages(pages, number, results)) {
         swap_give_up();

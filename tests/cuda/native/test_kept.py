@@ -11,17 +11,14 @@ from pathlib import Path
 
 import page_digest
 import pytest
-from programs import Programs
+from kept_copy import DIRTY, ENOUGH, ENOUGH_OF_ALL, OUT, SHORT, extents, swap, write_files
 from subject import MIB, Control, Subject, running
 from waiting import until
 
-OUT, IN = "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2"
+IN = "cuMemcpyHtoDAsync_v2"
 FOUND_BY = ("cuModuleLoadData", "cuModuleGetFunction", "cuMemHostGetDevicePointer_v2", "cuLaunchKernel")
-ENOUGH = 1 << 30
 FAULT = 999
-#: Fresh device memory holds what somebody else has left.
-DIRTY = {"DOUBLE_DIRTY": "1"}
-EXTENT, PAGE = 16 * MIB, 2 * MIB
+PAGE = 2 * MIB
 
 
 def test_the_double_answers_as_the_kernel_must(programs, doubles):
@@ -46,24 +43,6 @@ def control(subject) -> Iterator[Control]:
     with subject.control() as control:
         control.must(f"keep {ENOUGH}")
         yield control
-
-
-def extents(subject: Subject) -> Path:
-    return subject.path.parent / "host-memory" / "gpu-ckpt-extents"
-
-
-def swap(subject: Subject, control: Control) -> int:
-    """Swap out and in; return how many parts were copied out.  Every byte is as it was."""
-    before = subject.ask("sum")
-    subject.fail()
-    control.must("copy_out", "free")
-    copied = subject.calls().get(OUT, 0)
-    sizes = [each.stat().st_size for each in sorted(extents(subject).iterdir())]
-    assert all(size == EXTENT for size in sizes[:-1])
-    assert sum(sizes) == control.ask("status")["swapped_out"]
-    control.must("swap_in")
-    assert subject.ask("sum") == before
-    return copied
 
 
 @pytest.mark.parametrize("api", ["cuda", "map", "async"])
@@ -171,32 +150,6 @@ def test_without_allocations_nothing_is_kept(subject, control):
     swap(subject, control)
     subject.free(number)
     until(lambda: not [*extents(subject).iterdir()], "the copy is given up")
-
-
-SHORT = {
-    "of the machine": {"/proc/meminfo": "MemTotal: 8000 kB\nMemFree: 0 kB\nMemAvailable:  900 kB\n"},
-    "of the cgroup": {
-        "/sys/fs/cgroup/memory.max": "8000\n",
-        "/sys/fs/cgroup/memory.current": "7900\n",
-        "/sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 800\n",
-    },
-    "others wait for it": {"/proc/pressure/memory": "some avg10=12.00 avg60=1.00 avg300=0.00 total=5\n"},
-    "others in the cgroup wait": {"/sys/fs/cgroup/memory.pressure": "some avg10=10.00 avg60=1.00 total=5\n"},
-}
-ENOUGH_OF_ALL = {
-    "/proc/meminfo": "MemTotal: 8000 kB\nMemFree: 0 kB\nMemAvailable:  1000 kB\n",
-    "/sys/fs/cgroup/memory.max": "max\n",
-    "/sys/fs/cgroup/memory.current": "7900\n",
-    "/proc/pressure/memory": "some avg10=9.99 avg60=90.00 avg300=0.00 total=5\n",
-}
-
-
-def write_files(programs: Programs, files: dict[str, str]) -> None:
-    for name, content in files.items():
-        path = programs.directory / name[1:]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        (draft := path.with_name("draft")).write_text(content)
-        draft.rename(path)
 
 
 @pytest.mark.parametrize("reason", SHORT)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from kept_copy import DIRTY, ENOUGH, OUT, SHORT, extents, swap, write_files
 from subject import MIB, Control, Subject, asking, running
-from test_kept import DIRTY, ENOUGH, OUT, SHORT, extents, swap, write_files
 from waiting import until
 
 from jupyter_gpu_ckpt.lifecycle import host_memory

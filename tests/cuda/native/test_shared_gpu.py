@@ -170,13 +170,18 @@ def freed(tmp_path, monkeypatch):
     assert seen
 
 
+async def both_are_there(host, one, two) -> None:
+    """Have both kernels on GPU A, where ``two`` has what ``one`` will want."""
+    await host.allocate(two, 60, 2, A)
+    await host.allocate(one, 8, 1, A)
+    await one.run(GROW)
+    await until(lambda: sharing(one).participant.on == sharing(two).participant.on == (A,))
+
+
 @pytest.mark.parametrize("other_computes", [False, True])
 async def test_an_allocation_waits_until_others_have_left_with_their_memory(host, freed, other_computes):
     async with host.notebook("one") as one, host.notebook("two") as two:
-        await host.allocate(two, 60, 2, A)
-        await host.allocate(one, 8, 1, A)
-        await one.run(GROW)
-        await until(lambda: sharing(one).participant.on == sharing(two).participant.on == (A,))
+        await both_are_there(host, one, two)
         file = freed()
         if other_computes:
             busy = asyncio.create_task(two.run("n = compute(1.0); print(intact())"))
@@ -190,10 +195,7 @@ async def test_an_allocation_waits_until_others_have_left_with_their_memory(host
 @pytest.mark.parametrize("way", ["pitch", "create", "in order"])
 async def test_other_allocations_wait_likewise(host, freed, way):
     async with host.notebook("one") as one, host.notebook("two") as two:
-        await host.allocate(two, 60, 2, A)
-        await host.allocate(one, 8, 1, A)
-        await one.run(GROW)
-        await until(lambda: sharing(one).participant.on == sharing(two).participant.on == (A,))
+        await both_are_there(host, one, two)
         assert await one.run(f"print(grow(40, {freed()!r}, {way!r}), intact())") == "0 True"
         assert two.state == "off_gpu"
 

@@ -254,7 +254,7 @@ def test_memory_that_a_call_is_using_is_the_drivers(ask, control, function, call
     until(lambda: ask("waits()"), "the call has begun")
     control.must("copy_out")
     assert control.ask("free")["swapped_out"] == GRAIN
-    ask("go_on()")
+    ask("continue_call()")
     until(lambda: ask("results") == [0], "the call has ended")
     control.must("swap_in")
     assert ask("holds('b')") == 4

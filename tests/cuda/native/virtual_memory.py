@@ -251,7 +251,7 @@ def fail(function: str, nth: int, result: int = 999) -> None:
 
 
 def stop(function: str) -> None:
-    """Let the next call of a function wait, until `go_on`."""
+    """Let the next call of a function wait, until `continue_call`."""
     cu.double_stop(function.encode())
 
 
@@ -259,7 +259,7 @@ def waits() -> bool:
     return bool(cu.double_waits() & 1)
 
 
-def go_on() -> None:
+def continue_call() -> None:
     cu.double_continue()
 
 

@@ -10,7 +10,10 @@ from ..image import chunk_cache, spill
 from ..units import size
 from . import cuda_processes
 from .context import KernelState
-from .preflight import MARGIN, Process, available_memory, lead_bytes, read_process, unique_bytes
+from .preflight import MARGIN, Process, all_memory, available_memory, lead_bytes, read_process, unique_bytes
+
+#: The part of host memory that is free where extents that the kernel does not need stay (as in `memory_pressure.c`).
+_SPARE = 8
 
 
 def device_bytes(kernel: KernelState) -> dict[str, int]:
@@ -66,6 +69,21 @@ def choose_directory(kernel: KernelState, capsule: Capsule, bytes: int, kept: in
     end_spill(kernel)
     kernel.spill_directory = spill.begin(store.root, capsule.keep_fd)
     return kernel.spill_directory
+
+
+def may_wait_for_disk(kernel: KernelState) -> bool:
+    """Return whether swapped-out allocations may stay in host memory until they are on the disk, while the kernel runs.
+
+    Not where memory is short, nor for those that are on the disk for that reason.
+    """
+    return kernel.spill_directory is None and available_memory() * _SPARE >= all_memory()
+
+
+def require_wait() -> None:
+    """Raise `NoMemory` if host memory is all but used up while allocations wait there for the disk."""
+    if (free := available_memory()) < MARGIN:
+        message = "Host memory became short while device memory waited there to be written to the disk."
+        raise NoMemory(message, needed=MARGIN, free=free)
 
 
 def begin_mirror(kernel: KernelState) -> bool:

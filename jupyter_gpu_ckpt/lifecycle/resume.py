@@ -211,6 +211,7 @@ def supersede_images(kernel: KernelState) -> None:
 def repair(kernel: KernelState, capsule: Capsule) -> State:
     """Return the state of a kernel whose owner ended, RUNNING or SUSPENDED; repair what is half done."""
     fast_path = kernel.fast_path(capsule)
+    fast_path.remove_links()  # of a save point that nobody completes
     states = cuda_processes.states(kernel)
     locked = [each for each in states if states[each] is CudaState.LOCKED]
     warm, frozen = cuda_processes.swapped_out(kernel, locked), fast_path.is_frozen()

@@ -209,9 +209,10 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
             deadline, freeze = kernel.deadline(bytes), kernel.saved.cuda
             children = [pid for pid in cuda_processes.states(kernel) if pid != capsule.host_pid] if freeze else []
             draft.note_before_dump(capsule.processes())
-            kernel.engine.criu.dump(
-                capsule, draft.criu_directory, timeout=deadline, freeze=freeze, children=children, work=work
-            )
+            with attempt.traced.part("criu"):
+                kernel.engine.criu.dump(
+                    capsule, draft.criu_directory, timeout=deadline, freeze=freeze, children=children, work=work
+                )
         with ThreadPoolExecutor(1) as pool:  # the capsule's init inspects the processes while the image is read here
             inspection = pool.submit(capsule.inspect, allow_unconfined=kernel.settings.allow_unconfined_wake)
             _require_restorable(draft.criu_directory)

@@ -562,6 +562,7 @@ def _sockets(attempt: Attempt) -> list[dict[str, Any]]:
 def end_process(attempt: Attempt) -> None:
     """End the process, after a dump or as the undo of a restore."""
     kernel = attempt.kernel
+    attempt.reading.close()
     try:
         if kernel.capsule is not None:
             pids = kernel.capsule.processes()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from pathlib import Path
 
 from ..capsule.capsule import Capsule
 from ..errors import NoMemory
+from ..files.disk import mapped_errors
 from ..image import chunk_cache, spill
 from ..units import size
 from . import cuda_processes
-from .context import KernelState
+from .context import Attempt, KernelState, Reason
 from .preflight import MARGIN, Process, all_memory, available_memory, lead_bytes, read_process, unique_bytes
 
 #: The part of host memory that is free where extents that the kernel does not need stay (as in `memory_pressure.c`).
@@ -95,6 +98,28 @@ def begin_mirror(kernel: KernelState) -> bool:
     if available_memory() + amounts.kept < amounts.bytes + MARGIN:
         return False
     return bool(fast_path.begin_mirror().mirrors)
+
+
+def require_read(attempt: Attempt) -> None:
+    """Wait until device memory is read from the image: before that nothing may be swapped in.
+
+    Raises `NoMemory`, `NoSpace`, `StoreUnwritable`, `ImageDamaged`, `OSError`, and as `Cancellation.check`.
+    """
+    kernel, complete = attempt.kernel, True
+    if attempt.device_read is not None:
+        spills = kernel.spill_directory is not None
+        try:
+            with mapped_errors(kernel.engine.store.root) if spills else contextlib.nullcontext():
+                complete = attempt.device_read.wait()
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise NoMemory("The kernel's device memory does not fit into host memory.") from error
+            raise
+        finally:
+            attempt.device_read = None
+            attempt.reading.close()
+    if not complete:
+        kernel.cancellation.check(Reason.NONE)
 
 
 def may_spill(kernel: KernelState, bytes: int) -> bool:

@@ -72,7 +72,10 @@ def _is_on_gpu(kernel: KernelState) -> bool:
 
 
 def cuda_resume(attempt: Attempt) -> None:
-    """Move the CUDA state of the kernel and its children back to the GPU; only then all their threads run."""
+    """Move the CUDA state of the kernel and its children back to the GPU; only then all their threads run.
+
+    Of a kernel that is restored, the driver's part is done while the device memory that it does not move is read.
+    """
     kernel = attempt.kernel
     if not kernel.saved.cuda:
         return
@@ -92,6 +95,8 @@ def cuda_resume(attempt: Attempt) -> None:
             if state not in (*cuda_processes.ON_GPU, CudaState.NONE):
                 kernel.restored_on_gpu = True
                 kernel.engine.cuda.restore(capsule.host_pid, attempt.gpu_mapping, timeout_s=deadline)
+        with part("read"):
+            host_memory.require_read(attempt)
         with part("swap_in"):
             if state is not CudaState.NONE:
                 kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)

@@ -120,6 +120,21 @@ def test_zeros_take_no_space(kernel):
     assert kernel.program.ask("all(ctypes.string_at(at, size) == bytes(size) for at, size in held)")
 
 
+def test_the_driver_restores_while_device_memory_is_read(kernel, monkeypatch):
+    kernel.lifecycle.checkpoint()
+    write, seen = direct_io.write, []
+
+    def late(*arguments, **options):
+        seen.append(until(lambda: kernel.fake.state != CHECKPOINTED, "the driver has restored the process"))
+        assert kernel.path().swapped_out()
+        write(*arguments, **options)
+
+    monkeypatch.setattr(direct_io, "write", late)
+    kernel.lifecycle.wake()
+    assert seen
+    kernel.runs_on()
+
+
 def test_a_damaged_chunk_is_not_brought_to_life(kernel):
     image = kernel.lifecycle.checkpoint()
     victim = chunks(image)[1]

@@ -65,7 +65,7 @@ async def test_a_kernel_that_was_killed_and_started_again_goes_back_to_its_last_
 async def test_a_cell_changes_tensors_before_they_are_on_the_disk_and_the_save_point_has_what_was_there(
     kernel, monkeypatch
 ):
-    """Nothing is written to the disk before the cell has run."""
+    """The disk gets nothing before the cell has run."""
     await kernel.run(SETUP)
     await kernel.run("train(5); big = torch.randn(1 << 28, device='cuda')")
     state, total = await kernel.run(STATE), await kernel.run("print(big.double().sum().item())")

@@ -107,7 +107,7 @@ class Store:
             if not name.startswith("."):
                 with contextlib.suppress(GpuCkptError):
                     found.append(self.get(name))
-        return found
+        return sorted(found, key=lambda image: image.manifest.created)  # names have seconds, and then digits by chance
 
     def forget(self, kernel_id: str) -> None:
         """Archive the generations of a kernel that has ended for good, if no image of it is left.  Never raises."""

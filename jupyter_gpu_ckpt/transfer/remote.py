@@ -103,7 +103,10 @@ class Remote:
 
     def manifest(self, id: str) -> Manifest:
         """Return the manifest of an image there, not verified.  Raises `ImageNotFound`, `ImageFormat`."""
-        return Manifest.from_json(self.storage.read_small(id, MANIFEST, MOST_BYTES), id)
+        manifest = Manifest.from_json(self.storage.read_small(id, MANIFEST, MOST_BYTES), id)
+        if manifest.id != id:
+            raise ImageFormat(f"The manifest in {id!r} is that of {manifest.id!r}.", image=id)
+        return manifest
 
     def claimed(self, id: str) -> str:
         """Return the host that is pulling the image, or whose kernel it is; empty when it is free."""
@@ -276,8 +279,12 @@ class Remote:
         def read(part: Part) -> bytes:
             if part.end <= complete[part.file]:
                 return part.read(directory)
-            data = self.storage.read(manifest.id, part.name) if part.name in present else _ZEROS[: part.length]
-            if len(data) != part.length:
+            if part.name not in present:
+                return _ZEROS[: part.length]
+            size = present[part.name]
+            if size == part.length:  # one that is larger may not fit into memory
+                size = len(data := self.storage.read(manifest.id, part.name, part.length))
+            if size != part.length:
                 raise RemoteFailed("A part of the image has another size than it should.", part=part.name)
             return data
 

@@ -7,6 +7,9 @@ written anywhere.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,15 +57,19 @@ class Storage:
     def read_small(self, id: str, name: str, most: int) -> bytes:
         """Return the content of a file of ``most`` bytes at most.
 
-        Raises `ImageNotFound` where there is none, `ImageFormat` for a larger one, `RemoteFailed`.
+        Raises `ImageNotFound` where there is none for this user, `ImageFormat` for a larger one or another kind of
+        file, `RemoteFailed`.
         """
         with mapped_errors():
             try:
-                if int(self.fs.info(self.path(id, name))["size"]) > most:
-                    raise ImageFormat(f"The {name} of {id!r} is too large to be one.", image=id)
-                return self.read(id, name)
+                facts = self.fs.info(self.path(id, name))
+                if facts["type"] != "file" or int(facts["size"]) > most:
+                    raise ImageFormat(f"The {name} of {id!r} is not one, or too large.", image=id)
+                return self.read(id, name, most)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise ImageNotFound(f"There is no image {id!r} there.", image=id) from error
+            except PermissionError as error:
+                raise ImageNotFound(f"Image {id!r} there may not be read by you.", image=id) from error
 
     def path(self, id: str, name: str = "") -> str:
         """Return the path of an image's directory, or of its file ``name``, as fsspec takes it."""
@@ -70,9 +77,14 @@ class Storage:
             raise ImageNotFound(f"There is no image {id!r}.", image=id)
         return f"{self.root}/{id}" + (f"/{name}" if name else "")
 
-    def read(self, id: str, name: str) -> bytes:
-        """Return the content of a file."""
-        return bytes(self.fs.cat_file(self.path(id, name)))
+    def read(self, id: str, name: str, most: int) -> bytes:
+        """Return the content of a file; of a larger one in a local directory, ``most`` bytes and one more.
+
+        Others may write to a directory that is shared.  Raises `ImageFormat` where its file is no plain one: a pipe
+        without a writer never answers, and a link can lead to a file without an end.
+        """
+        path = self.path(id, name)
+        return _read_plain(path, most) if self.local else bytes(self.fs.cat_file(path))
 
     def write(self, id: str, name: str, data: bytes, *, durable: bool = False) -> None:
         """Write a file there, atomically.  ``durable`` is for a local directory; elsewhere the server decides."""
@@ -118,6 +130,19 @@ class Storage:
     def hashes(self, id: str) -> RemoteHashes:
         """Return the hashes of an image's files."""
         return RemoteHashes(self.fs, self.path(id), local=self.local)
+
+
+def _read_plain(path: str, most: int) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise
+        raise ImageFormat("A file of the image is no plain file.") from error
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ImageFormat("A file of the image is no plain file.")
+        return file.read(most + 1)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,10 @@ import json
 import os
 import random
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +26,7 @@ from jupyter_gpu_ckpt.errors import (
     ImageBusy,
     ImageDamaged,
     ImageForged,
+    ImageFormat,
     ImageNotFound,
     ImageStale,
     NoSpace,
@@ -302,6 +307,81 @@ def test_other_things_in_the_place_are_no_images(tmp_path):
     (shared / "20260101T000000-aa-bb").mkdir(parents=True)
     (shared / "a file").write_text("x")
     assert Remote(f"file://{shared}").images() == []
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "of another", "a directory"])
+def test_what_others_plant_in_a_shared_place_does_not_stop_a_listing(near, tmp_path, kind):
+    image, there, remote = directory_with(near, tmp_path)
+    planted = there.parent / "20260101T000000-aaaaaaaa-bbbbbb"
+    planted.mkdir()
+    if kind == "pipe":
+        os.mkfifo(planted / "manifest.json")
+    elif kind == "endless":
+        (planted / "manifest.json").symlink_to("/dev/zero")
+    elif kind == "a directory":
+        (planted / "manifest.json").mkdir()
+    else:
+        (planted / "manifest.json").write_text((there / "manifest.json").read_text())
+    assert remote.images() == [image.manifest]
+    with pytest.raises(ImageFormat):
+        remote.manifest(planted.name)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "large"])
+def test_a_part_that_is_no_plain_file_of_its_size_is_not_read(near, far, tmp_path, kind, monkeypatch):
+    image, there, remote = directory_with(near, tmp_path)
+    part = max(there.iterdir(), key=lambda path: path.stat().st_size)
+    content = part.read_bytes()
+    part.unlink()
+    if kind == "pipe":
+        os.mkfifo(part)
+    elif kind == "link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        part.symlink_to(tmp_path / "elsewhere")
+    else:
+        part.touch()
+        os.truncate(part, 1 << 40)
+    with pytest.raises(ImageFormat if kind == "link" else RemoteFailed):
+        remote.pull(image.id, far)
+    part.unlink()
+    part.write_bytes(content)
+    far.check(remote.pull(image.id, far))
+
+
+# All is imported by root: Python itself may lie where the user cannot read.
+LISTING = """
+import os, sys
+import fsspec.implementations.local
+from jupyter_gpu_ckpt.errors import GpuCkptError
+from jupyter_gpu_ckpt.transfer.remote import Remote
+if os.geteuid() == 0:
+    os.setgroups([]); os.setgid(54321); os.setuid(54321)
+remote = Remote(f"file://{sys.argv[1]}")
+print([manifest.id for manifest in remote.images()])
+try:
+    remote.manifest(sys.argv[2])
+except GpuCkptError as error:
+    print(error.code, error.message)
+"""
+
+
+def test_an_image_of_another_user_hides_nothing_else_in_a_shared_place(near, tmp_path):
+    """Every user's image lies in a directory that only this user enters."""
+    image, there, _ = directory_with(near, tmp_path)
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        shared = Path(name) / "shared"
+        shutil.copytree(there, shared / image.id)
+        (shared / image.id).chmod(0o755)
+        (shared / image.id / "manifest.json").chmod(0o644)
+        (shared / "20260101T000000-aaaaaaaa-bbbbbb").mkdir(0o000)
+        argv = [sys.executable, "-c", LISTING, str(shared), "20260101T000000-aaaaaaaa-bbbbbb"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        (shared / "20260101T000000-aaaaaaaa-bbbbbb").chmod(0o700)
+    assert done.stdout.splitlines() == [
+        str([image.id]),
+        "IMAGE_NOT_FOUND Image '20260101T000000-aaaaaaaa-bbbbbb' there may not be read by you.",
+    ], done.stderr
 
 
 def test_too_little_space_is_reported_before_anything_is_fetched(near, far, tmp_path, monkeypatch):

@@ -212,10 +212,11 @@ class Remote:
         another process here pulls it, `ImageNotFound`, `NoSpace`.
         """
         store.prepare()
+        self.storage.path(id)  # raises for an id that is no name
+        target = store.root / id
+        _require_absent(target)  # before it is claimed
         with self.fetched(id, store, keep=keep, progress=progress) as fetched:
-            target = store.root / id
-            if target.exists():
-                raise ImageBusy(f"There is an image {id} already.", image=id)
+            _require_absent(target)
             fetched.rename(target)
             flush(store.root)
         if not keep:
@@ -247,12 +248,12 @@ class Remote:
             write_atomically(directory / name, self.storage.read_small(id, name, most), durable=True)
         manifest = verify.require_sealed(directory, store.keys)
         store.generations.require_current(manifest)
-        if not keep:
-            self._claim(id)
-        if store.free() < manifest.bytes:
+        if store.free() < (needed := _missing(directory, manifest)):
             message = "The image does not fit on the disk of the image directory."
             left = f"the image {id} is whole where it is, and was not fetched"
-            raise NoSpace(message, left=left, needed=manifest.bytes)
+            raise NoSpace(message, left=left, needed=needed)
+        if not keep:
+            self._claim(id)
         with mapped_errors():
             wrong = self._receive(directory, manifest, progress)
         try:
@@ -342,6 +343,20 @@ class Remote:
         except (ImageFormat, ValueError, RecursionError):
             return {}
         return claim if isinstance(claim, dict) else {}
+
+
+def _require_absent(path: Path) -> None:
+    if os.path.lexists(path):
+        raise ImageBusy(f"There is an image {path.name} already.", image=path.name)
+
+
+def _missing(directory: Path, manifest: Manifest) -> int:
+    """Return the bytes of an image that is being fetched into ``directory`` which are not there yet."""
+    missing = manifest.bytes
+    for name, entry in manifest.files.items():
+        with contextlib.suppress(OSError):
+            missing -= min((directory / name).lstat().st_size, entry.bytes)
+    return missing
 
 
 def _complete(path: Path, size: int) -> int:

@@ -106,9 +106,15 @@ class Storage:
             self.fs.makedirs(self.path(id), exist_ok=True, permissions=0o700)
 
     def create(self, id: str, name: str, data: bytes) -> None:
-        """Write a file that must not be there; of several hosts that try, one succeeds."""
-        with self.fs.open(self.path(id, name), "xb") as file:
-            file.write(data)
+        """Write a file that must not be there; of several hosts that try, one succeeds.  After failure none is left."""
+        file = self.fs.open(self.path(id, name), "xb")  # an object store makes it when it is closed
+        try:
+            with file:
+                file.write(data)
+        except Exception:
+            if not self._is_object_store:
+                self.delete(id, name)
+            raise
 
     def delete(self, id: str, name: str) -> None:
         """Delete a file, if it is there."""

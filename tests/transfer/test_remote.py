@@ -390,6 +390,42 @@ def test_too_little_space_is_reported_before_anything_is_fetched(near, far, tmp_
     with pytest.raises(NoSpace) as caught:
         remote.pull(image.id, far)
     assert caught.value.left == f"the image {image.id} is whole where it is, and was not fetched"
+    assert remote.claimed(image.id) == "", "a host with more space may have it"
+
+
+def test_what_was_fetched_before_needs_no_space_again(near, far, tmp_path, monkeypatch):
+    image, _, remote = directory_with(near, tmp_path)
+    with failing(remote, False, 6), pytest.raises(RemoteFailed):
+        remote.pull(image.id, far)
+    fetched = sum(path.stat().st_size for path in (far.root / layout.INCOMING).rglob("*.img"))
+    assert fetched > 3 * PART
+    monkeypatch.setattr(Store, "free", lambda self: image.manifest.bytes - fetched)
+    far.check(remote.pull(image.id, far))
+
+
+def test_an_image_that_is_here_already_is_neither_claimed_nor_fetched(near, far, tmp_path):
+    image, _, remote = directory_with(near, tmp_path)
+    remote.pull(image.id, far, keep=True)
+    with pytest.raises(ImageBusy):
+        remote.pull(image.id, far)
+    assert remote.claimed(image.id) == ""
+    assert list((far.root / layout.INCOMING).iterdir()) == []
+
+
+def test_a_claim_that_a_full_disk_cut_off_is_none(near, far, tmp_path, monkeypatch):
+    image, _, remote = directory_with(near, tmp_path)
+    real = remote.storage.fs.open
+
+    def full(*args, **options):
+        file = real(*args, **options)
+        file.write = mock.Mock(side_effect=OSError(28, "No space left on device"))
+        return file
+
+    with monkeypatch.context() as full_disk, pytest.raises(RemoteFailed):
+        full_disk.setattr(remote.storage.fs, "open", full)
+        remote.pull(image.id, far)
+    assert remote.claimed(image.id) == ""
+    far.check(remote.pull(image.id, far))
 
 
 def test_an_image_that_is_being_restored_is_not_pushed(near, tmp_path):

@@ -211,8 +211,12 @@ class Store:
         return encryption.readable(self.vault, image.path, image.manifest)
 
     def seal(self, image: Image) -> Image:
-        """Hash and seal an image as it is now, also one that another user or release made.  Raises as `remove`."""
+        """Hash and seal an image as it is now, also one that another user or release made.
+
+        Raises as `remove`, and `ImageArchived`: without its content it would be sealed as an image that has none.
+        """
         with lease.acquire(image.path), mapped_errors(self.root):
+            self._require_content(image)
             for name in (MANIFEST, SEAL):  # of a seal that broke off
                 remove_leftovers(image.path / name)
             manifest = replace(image.manifest, files=verify.entries(image.path))

@@ -30,7 +30,7 @@ from blake3 import blake3
 from filelock import FileLock, Timeout
 
 from .. import procfs
-from ..errors import ImageBusy, ImageDamaged, ImageFormat, ImageNotFound, NoSpace, RemoteFailed
+from ..errors import ImageArchived, ImageBusy, ImageDamaged, ImageFormat, ImageNotFound, NoSpace, RemoteFailed
 from ..files.atomic import flush, write_atomically
 from ..image import layout, verify
 from ..image.image import Image
@@ -136,9 +136,13 @@ class Remote:
         """Send an image; return the bytes that had to be sent now.
 
         ``remove_from``: its store, from which it is removed when all of it is there; else it is copied.  Raises
-        `ImageBusy` when a restore uses it or its kernel lives.
+        `ImageBusy` when a restore uses it or its kernel lives, `ImageArchived`.
         """
         with image.lease():
+            if image.archived:
+                message = "The image cannot be sent: its content is in the cold tier."
+                hint = "Wake its kernel, which fetches the content, and put it to sleep again."
+                raise ImageArchived(message, hint=hint, image=image.id)
             sent = self.send(image, progress)
             self.complete(image)
             if remove_from is not None:

@@ -48,6 +48,18 @@ def test_an_archived_image_is_there_but_for_its_content(store, remote):
     assert not image.archived
 
 
+def test_an_archived_image_is_not_sealed_or_pushed_without_its_content(store, remote, tmp_path):
+    image = publish(store)
+    archive.archive(image, store, remote)
+    with pytest.raises(ImageArchived):
+        store.seal(image)
+    with pytest.raises(ImageArchived, match="Wake its kernel"):
+        Remote(f"file://{tmp_path}/elsewhere").push(image, remove_from=store)
+    with image.lease():
+        archive.fetch_content(image, store, remote)
+    store.check(image)
+
+
 def test_only_old_images_go_and_each_once(store, remote):
     old = publish(store)  # of the year 1970
     assert list(archive.archive_old(store, remote, 60.0)) == [(old, 5004)]

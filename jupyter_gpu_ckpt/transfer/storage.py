@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,17 @@ class Storage:
             self.fs.mv(path + ".part", path)
 
     def make_directory(self, id: str) -> None:
-        """Make the directory so that others may not enter it; in an object store the bucket's rules decide."""
+        """Make the directory so that others may not enter it; in an object store the bucket's rules decide.
+
+        Raises `RemoteFailed` for one that another user has made: its owner could take the image away.
+        """
         if self.local:
-            Path(self.path(id)).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            Path(self.path(id)).mkdir(exist_ok=True, mode=0o700)
+            path = Path(self.path(id))
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                path.mkdir(mode=0o700)
+            except FileExistsError:
+                _require_own(path)
         elif not self._is_object_store:
             self.fs.makedirs(self.path(id), exist_ok=True, permissions=0o700)
 
@@ -136,6 +144,17 @@ class Storage:
     def hashes(self, id: str) -> RemoteHashes:
         """Return the hashes of an image's files."""
         return RemoteHashes(self.fs, self.path(id), local=self.local)
+
+
+def _require_own(path: Path) -> None:
+    facts = path.lstat()
+    own = False
+    if stat.S_ISDIR(facts.st_mode):
+        with tempfile.TemporaryFile(dir=path) as probe:  # a file server may have another owner for what this user makes
+            own = os.fstat(probe.fileno()).st_uid == facts.st_uid
+    if not own:
+        message = f"There is something of another user in the place of image {path.name}."
+        raise RemoteFailed(message, hint="Have it removed, or choose another directory. The image is still here.")
 
 
 def _read_plain(path: str, most: int) -> bytes:

@@ -461,6 +461,26 @@ def test_a_directory_is_private_whatever_the_umask(near, tmp_path):
     assert there.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("kind", ["link", "directory"])
+def test_nothing_is_moved_into_what_another_user_has_prepared(near, tmp_path, kind):
+    """Another user may know an image's name from its last visit to a shared directory."""
+    image, elsewhere = publish(near), tmp_path / "elsewhere"
+    (tmp_path / "shared").mkdir()
+    planted = tmp_path / "shared" / image.id
+    if kind == "link":
+        elsewhere.mkdir()
+        planted.symlink_to(elsewhere)
+    else:
+        planted.mkdir()
+        if os.geteuid() != 0:
+            pytest.skip("only root can make a directory of another user")
+        os.chown(planted, 54321, 54321)
+    with pytest.raises(RemoteFailed, match="another user"):
+        Remote(f"file://{tmp_path}/shared").push(image, remove_from=near)
+    assert near.images() == [image]
+    assert list((elsewhere if kind == "link" else planted).iterdir()) == []
+
+
 def test_an_unknown_kind_of_url():
     with pytest.raises(RemoteUnsupported):
         Remote("nonsense://place")

@@ -10,6 +10,7 @@ import pytest
 from images import FACTS, publish
 
 from jupyter_gpu_ckpt.errors import ImageArchived, ImageBusy, RemoteFailed
+from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image import lease as leases
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.transfer import archive
@@ -89,6 +90,17 @@ def test_content_that_is_gone_is_reported(store, remote):
     remote.remove(image.id)
     with image.lease(), pytest.raises(ImageArchived):
         archive.fetch_content(image, store, remote)
+
+
+def test_a_removed_image_takes_along_what_a_wake_had_fetched_of_it(store, remote, monkeypatch):
+    image = publish(store)
+    archive.archive(image, store, remote)
+    with monkeypatch.context() as patch, image.lease(), pytest.raises(RemoteFailed):
+        patch.setattr(remote.storage, "sizes", mock.Mock(side_effect=OSError))
+        archive.fetch_content(image, store, remote)
+    assert (store.root / layout.INCOMING / image.id).exists()
+    store.remove(image)
+    assert not (store.root / layout.INCOMING / image.id).exists()
 
 
 def test_a_removed_image_takes_its_mark_along(store, remote):

@@ -187,6 +187,26 @@ def test_an_interrupted_pull_is_never_visible_and_resumes_where_it_was(place, ne
     assert 0 < len(fetched) <= 10 - 4
 
 
+def test_what_a_pull_fetched_that_broke_off_is_kept_for_a_week(near, far, tmp_path):
+    image, _, remote = directory_with(near, tmp_path)
+    with failing(remote, False, 4), pytest.raises(RemoteFailed):
+        remote.pull(image.id, far)
+    incoming = far.root / layout.INCOMING
+    assert far.sweep() == 0
+    fetched = [incoming / image.id, *(incoming / image.id).rglob("*")]
+    assert len(fetched) > 2
+    for path in fetched:
+        os.utime(path, (0, 0))
+    with remote.fetched(image.id, far):
+        assert far.sweep() == 0, "one that continues is not swept"
+    with failing(remote, False, 4), pytest.raises(RemoteFailed):
+        remote.pull(image.id, far)
+    for path in [incoming / image.id, *(incoming / image.id).rglob("*")]:
+        os.utime(path, (0, 0))
+    assert far.sweep() == 1
+    assert list(incoming.iterdir()) == []
+
+
 def test_two_hosts_that_pull_one_image(place, near, far, tmp_path, monkeypatch):
     """One gets it, however the other came by the idea; also while the first one is at it, and after it broke off."""
     image = publish(near)

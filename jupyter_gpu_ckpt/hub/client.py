@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
 
@@ -18,6 +19,8 @@ from ..units import size
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _LONGEST_DRAIN = 24 * 3600.0
 _REQUEST = 20.0
+#: Seconds for which a token of `server_token` is valid.
+TOKEN_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,11 @@ class ServerClient:
             raise ServerRefused(f"The drain failed: {error.get('code')}.", hint=error.get("hint"))
         return _outcome(job["result"])
 
-    async def _request(self, method: str, path: str, deadline: float) -> Any:
-        """Return the JSON document; if the server or the proxy is unavailable, retry until ``deadline``."""
+    async def _request(self, method: str, path: str, deadline: float, document: Any = None) -> Any:
+        """Send ``document`` and return the reply's; if the server or the proxy is unavailable, retry until then."""
         pause, body = _FIRST_PAUSE, "" if method == "POST" else None
+        if document is not None:
+            body = json.dumps(document)
         while True:
             timeout = max(0.1, min(_REQUEST, deadline - time.monotonic()))
             request = HTTPRequest(
@@ -139,8 +144,29 @@ class ServerClient:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
+async def server_token(hub_url: str, token: str, user: str, name: str) -> str:
+    """Request a token for one server of ``user`` from the hub; it is valid for `TOKEN_SECONDS`.
+
+    A server's user reads every token that is sent to the server, so it must open nothing else.  ``token``: the
+    service's own, with the scope ``tokens``; only the hub gets it.  Raises `ServerRefused`, `ServerSilent`.
+    """
+    hub = ServerClient(hub_url, token)
+    document = {
+        "note": "gpu-ckpt: drains the server before it is culled",
+        "scopes": [f"access:servers!server={user}/{name}"],
+        "expires_in": TOKEN_SECONDS,
+    }
+    path = f"api/users/{quote(user, safe='')}/tokens"
+    try:
+        return str((await hub._request("POST", path, time.monotonic() + hub.slack, document))["token"])
+    except (ServerRefused, KeyError, TypeError) as error:
+        message = "The hub does not give its culler a token for the server."
+        hint = "The culler's role needs the scope tokens for its user: jupyter_gpu_ckpt.hub.roles.culler_role has it."
+        raise ServerRefused(message, hint=hint) from error
+
+
 _HINTS = {
-    403: "The token needs the scope access:servers for this server.",
+    403: "The server does not accept a token with the scope access:servers for it.",
     404: "The server's environment needs jupyter_gpu_ckpt[server].",
     424: "The server is not running.",
 }

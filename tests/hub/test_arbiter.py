@@ -11,7 +11,7 @@ from small_server import BUSY, DRAINED, Double
 
 from jupyter_gpu_ckpt.errors import ServerRefused, ServerSilent
 from jupyter_gpu_ckpt.hub.client import ServerClient
-from jupyter_gpu_ckpt.hub.cull_arbiter import Arbiter
+from jupyter_gpu_ckpt.hub.cull_arbiter import Arbiter, _owner
 
 HOUR = 3600.0
 
@@ -39,6 +39,40 @@ async def test_an_idle_one_is_culled_once_it_is_drained(double):
     assert await ask(arbiter, HOUR)
     assert double.posts() == 1
     assert arbiter.refusals == {}
+
+
+async def test_a_server_gets_a_token_for_itself_and_never_the_cullers_own(double):
+    """A server's user reads what is sent to the server: the culler's token would open those of all users."""
+    double.result = None
+    arbiter = Arbiter(double.url, "of-the-culler", wait=0.01)
+    assert not await ask(arbiter, HOUR)
+    assert not await ask(arbiter, 0)
+    double.result, arbiter.wait = DRAINED, 30.0
+    assert await ask(arbiter, 0)
+    assert double.sent == {"server": {"token of-a-server-of-ann"}, "hub": {"token of-the-culler"}}
+    ((user, scopes, seconds),) = [(made["user"], made["scopes"], made["expires_in"]) for made in double.made]
+    assert (user, scopes) == ("ann", ["access:servers!server=ann/"])
+    assert 0 < seconds <= 24 * HOUR
+
+
+async def test_a_culler_that_may_make_no_tokens_says_which_scope_it_lacks(double):
+    double.hub_status = 403
+    arbiter = Arbiter(double.url, "t")
+    assert not await ask(arbiter, HOUR)
+    assert "scope tokens" in arbiter.refusals["/user/ann/"]
+    assert double.sent["server"] == set()
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "found"),
+    [
+        ("/user/ann/", "", ("/", "ann", "")),
+        ("/user/ann/gpu%20one/", "gpu one", ("/", "ann", "gpu one")),
+        ("/team/user/ann%40home.org/", "", ("/team/", "ann@home.org", "")),
+    ],
+)
+def test_whose_server_it_is(path, name, found):
+    assert _owner(path, name) == found
 
 
 async def test_a_kernel_that_stays_keeps_the_server_and_says_why(double):

@@ -33,6 +33,8 @@ class _OwnRequests:
 
     began: float
     ended: float
+    #: When the last drain began.
+    drain_began: float = 0.0
 
 
 class Arbiter:
@@ -63,9 +65,12 @@ class Arbiter:
         path: str = server["url"]
         last = None if inactive is None else await self._last_used(server, inactive)
         task = self._drains.get(path)
-        if task is not None and task.done() and (last is None or last > self._requests[path].ended + _CLOCK_DIFFERENCE):
-            del self._drains[path]  # used since: that drain is out of date
-            task = None
+        if task is not None and task.done():
+            # Since the drain began, not since it ended: it may have come to another kernel when this one was woken.
+            tolerance = min(_CLOCK_DIFFERENCE, inactive_limit / 2)
+            if last is None or last > self._requests[path].drain_began - tolerance:
+                del self._drains[path]  # used since: that drain is out of date
+                task = None
         if last is None or time.time() - last < inactive_limit:
             return False
         if task is None:
@@ -120,7 +125,7 @@ class Arbiter:
 
     async def _drain(self, server: dict[str, Any]) -> Outcome:
         own = self._requests.setdefault(server["url"], _OwnRequests(time.time(), float("inf")))
-        own.ended = float("inf")
+        own.ended, own.drain_began = float("inf"), time.time()
         try:
             return await (await self._client(server)).drain()
         finally:

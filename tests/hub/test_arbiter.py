@@ -29,6 +29,13 @@ async def ask(arbiter: Arbiter, inactive: float) -> bool:
     )
 
 
+def long_ago(arbiter: Arbiter) -> None:
+    """Make all that the arbiter has done something of two hours ago."""
+    requests = arbiter._requests["/user/ann/"]
+    for name in ("began", "ended", "drain_began"):
+        setattr(requests, name, getattr(requests, name) - 2 * HOUR)
+
+
 async def test_a_server_in_use_gets_no_request(double):
     assert not await ask(Arbiter(double.url, "t"), HOUR - 1)
     assert double.asked == []
@@ -112,11 +119,25 @@ async def test_what_was_found_before_somebody_used_it_does_not_count(double):
     assert not await ask(arbiter, HOUR)
     double.result = DRAINED
     await until(lambda: all(task.done() for task in arbiter._drains.values()))
-    arbiter._requests["/user/ann/"].ended -= 2 * HOUR  # all that was long ago
-    arbiter._requests["/user/ann/"].began -= 2 * HOUR
+    long_ago(arbiter)
     double.result = BUSY
     arbiter.wait = 30.0
     assert not await ask(arbiter, HOUR)
+    assert double.posts() == 2
+
+
+async def test_use_during_a_drain_makes_it_out_of_date(double):
+    """A kernel may have been woken while another one was being checkpointed."""
+    double.result = None
+    arbiter = Arbiter(double.url, "t", wait=0.01)
+    assert not await ask(arbiter, HOUR)
+    double.result, double.last_activity = DRAINED, datetime.now(timezone.utc)
+    await until(lambda: all(task.done() for task in arbiter._drains.values()))
+    assert not await ask(arbiter, 0)
+    long_ago(arbiter)
+    double.last_activity -= timedelta(hours=2)
+    double.result, arbiter.wait = BUSY, 30.0
+    assert not await ask(arbiter, 2 * HOUR)
     assert double.posts() == 2
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import quote
 
@@ -50,7 +53,7 @@ class Outcome:
 
 def _outcome(result: Any) -> Outcome:
     """Parse a result.  It is not trusted: a server runs its user's code, and this is logged and shown on pages."""
-    try:
+    with _understood("reply to the drain"):
         return Outcome(
             result["drained"] is True,
             tuple(
@@ -63,8 +66,28 @@ def _outcome(result: Any) -> Outcome:
                 for kernel in result["kernels"]
             ),
         )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ServerRefused("The server's reply to the drain cannot be understood.") from error
+
+
+def _job(reply: Any) -> tuple[str | None, Outcome | None]:
+    """Parse a job: the path of one that runs, or the outcome.  Raises `ServerRefused` for one that failed."""
+    with _understood("reply to the drain"):
+        if reply["status"] == "running":
+            return f"gpu-ckpt/jobs/{quote(str(reply['id']), safe='')}", None
+        if (result := reply["result"]) is None:
+            error = reply["error"] or {}
+            code, hint = printable(str(error.get("code")), 40), error.get("hint")
+            hint = None if hint is None else printable(str(hint), 300)
+            raise ServerRefused(f"The drain failed: {code}.", hint=hint)
+    return None, _outcome(result)
+
+
+@contextlib.contextmanager
+def _understood(what: str) -> Iterator[None]:
+    """Raise `ServerRefused` where the body fails at what a server has sent, for it may be anything."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ServerRefused(f"The server's {what} cannot be understood.") from error
 
 
 class ServerClient:
@@ -84,14 +107,18 @@ class ServerClient:
     async def estimate(self) -> float:
         """Request the seconds that a drain takes at most.  Raises `ServerRefused`, `ServerSilent`."""
         reply = await self._request("GET", "gpu-ckpt/drain", time.monotonic() + self.slack)
-        try:
+        with _understood("estimate of the drain"):
             return min(_LONGEST_DRAIN, max(0.0, float(reply["seconds"])))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ServerRefused("The server's estimate of the drain cannot be understood.") from error
 
-    async def last_activity(self) -> str:
-        """Request the time (ISO 8601) of the server's last use by others.  Raises `ServerRefused`, `ServerSilent`."""
-        return str((await self._request("GET", "api/status", time.monotonic() + self.slack))["last_activity"])
+    async def last_activity(self) -> float:
+        """Request the time of the server's last use by others, in seconds since the epoch.
+
+        Raises `ServerRefused`, `ServerSilent`.
+        """
+        reply = await self._request("GET", "api/status", time.monotonic() + self.slack)
+        with _understood("last activity"):
+            at = datetime.fromisoformat(str(reply["last_activity"]).replace("Z", "+00:00"))
+            return (at if at.tzinfo is not None else at.replace(tzinfo=timezone.utc)).timestamp()
 
     async def drain(self, estimate: float | None = None) -> Outcome:
         """Checkpoint every kernel and verify its image.  A second request joins a drain that runs.
@@ -100,18 +127,16 @@ class ServerClient:
         """
         timeout = (await self.estimate() if estimate is None else estimate) + self.slack
         deadline = time.monotonic() + timeout
-        job = await self._request("POST", "gpu-ckpt/drain", deadline)
+        path, outcome = _job(await self._request("POST", "gpu-ckpt/drain", deadline))
         pause = _FIRST_PAUSE
-        while job["status"] == "running":
+        while path is not None:
             if time.monotonic() + pause > deadline:
                 raise ServerSilent(f"The server was not drained within {timeout:.0f} s.")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-            job = await self._request("GET", f"gpu-ckpt/jobs/{job['id']}", deadline)
-        if job["result"] is None:
-            error = job["error"] or {}
-            raise ServerRefused(f"The drain failed: {error.get('code')}.", hint=error.get("hint"))
-        return _outcome(job["result"])
+            path, outcome = _job(await self._request("GET", path, deadline))
+        assert outcome is not None
+        return outcome
 
     async def _request(self, method: str, path: str, deadline: float, document: Any = None) -> Any:
         """Send ``document`` and return the reply's; if the server or the proxy is unavailable, retry until then."""
@@ -136,7 +161,7 @@ class ServerClient:
                 if error.code < 500:
                     raise ServerRefused(f"The server answers {error.code}.", hint=_HINTS.get(error.code)) from error
                 code: int | str = error.code
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 code = type(error).__name__
             if time.monotonic() + pause > deadline:
                 raise ServerSilent(f"The server does not answer ({code}).")

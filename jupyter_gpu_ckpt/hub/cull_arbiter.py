@@ -14,7 +14,7 @@ import asyncio
 import os
 import time
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -111,7 +111,7 @@ class Arbiter:
         if own is not None and own.began - _CLOCK_DIFFERENCE <= last <= own.ended + _CLOCK_DIFFERENCE:
             # It may have been one of our requests, which the server itself does not count.
             try:
-                last = _seconds(await (await self._client(server)).last_activity())
+                last = await (await self._client(server)).last_activity()
             except GpuCkptError as error:
                 self._tokens.pop(path, None)
                 self._refuse(path, str(error))
@@ -152,9 +152,3 @@ def _public_address() -> str:
     if not parts.netloc:
         raise ValueError("Arbiter needs the proxy's address: Arbiter('http://127.0.0.1:8000').")
     return f"{parts.scheme}://{parts.netloc}"
-
-
-def _seconds(moment: str) -> float:
-    """Convert an ISO 8601 time, in UTC if it has no zone, to seconds since the epoch."""
-    at = datetime.fromisoformat(moment.replace("Z", "+00:00"))
-    return (at if at.tzinfo is not None else at.replace(tzinfo=timezone.utc)).timestamp()

@@ -31,6 +31,8 @@ class Double:
         self.sent: dict[str, set[str | None]] = {"server": set(), "hub": set()}
         self.made: list[dict] = []
         self.hub_status = 201
+        #: What it answers instead, as text, by the path.
+        self.instead: dict[str, str] = {}
         double = self
 
         class Hub(web.RequestHandler):
@@ -47,6 +49,8 @@ class Double:
                 double.asked.append(f"{self.request.method} {path}")
                 if double.status != 200:
                     self.set_status(double.status)
+                elif path in double.instead and (self.request.method == "POST" or path != "gpu-ckpt/drain"):
+                    self.finish(double.instead[path])
                 elif path == "api/status":
                     self.finish({"last_activity": double.last_activity.isoformat()})
                 elif self.request.method == "GET" and path == "gpu-ckpt/drain":

@@ -199,6 +199,42 @@ async def test_an_answer_of_another_form_is_a_refusal(double, result):
     assert "SERVER_REFUSED" in arbiter.refusals["/user/ann/"]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "[]",
+        "3",
+        "{}",
+        '{"status": "running"}',
+        '{"status": "done", "result": null}',
+        '{"status": "done", "result": null, "error": "broken"}',
+        '{"status": "done", "result": null, "error": {"code": "A\\nServer /user/bob/ may be culled", "hint": 3}}',
+    ],
+)
+async def test_a_job_of_another_form_is_a_refusal(double, answer):
+    double.instead["gpu-ckpt/drain"] = answer
+    arbiter = Arbiter(double.url, "t")
+    assert not await ask(arbiter, HOUR)
+    assert "SERVER_REFUSED" in arbiter.refusals["/user/ann/"]
+    assert arbiter.refusals["/user/ann/"].isprintable()
+
+
+@pytest.mark.parametrize("answer", ["[]", "{}", '{"last_activity": "yesterday"}', '{"last_activity": 3}'])
+async def test_a_last_activity_of_another_form_is_a_refusal(double, answer):
+    double.result = BUSY
+    arbiter = Arbiter(double.url, "t")
+    assert not await ask(arbiter, HOUR)
+    double.result, double.instead["api/status"] = DRAINED, answer
+    assert not await ask(arbiter, 0)
+    assert "SERVER_REFUSED" in arbiter.refusals["/user/ann/"]
+
+
+async def test_an_answer_that_is_nested_without_an_end_is_none(double):
+    double.instead["gpu-ckpt/drain"] = "[" * 100_000
+    with pytest.raises(ServerSilent):
+        await ServerClient(double.url + "/user/ann/", "t", slack=0.3).drain(0.0)
+
+
 async def test_what_a_server_says_forges_no_line_of_a_log(double):
     forged = {**BUSY["kernels"][0], "kernel_id": "k\nServer /user/bob/ may be culled", "hint": "\x1b[2J" * 1000}
     double.result = {"drained": False, "kernels": [forged]}

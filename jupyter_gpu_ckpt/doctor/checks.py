@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -19,7 +20,7 @@ from ..node.facts import NETWORK_FILESYSTEMS
 from ..paths import data_directory
 from ..units import size
 from . import fixes
-from .probes import Probes
+from .probes import NoIpykernel, Probes
 
 Need = Literal["cpu", "gpu"]
 
@@ -264,8 +265,14 @@ def _images(probes: Probes, named: Path) -> Iterable[Finding]:
     if obstacle := image_directories.obstacle(named):
         yield Finding(check, False, obstacle.message, obstacle.hint)
     elif facts.problem:
-        fix = f'sudo install -d -m 700 -o "$(id -un)" {quoted}'
-        yield Finding(check, False, f"Images cannot be written to {directory}: {facts.problem}.", fix)
+        message = f"Images cannot be written to {directory}: {facts.problem}."
+        if facts.problem == os.strerror(errno.EACCES):
+            fix = f'sudo install -d -m 700 -o "$(id -un)" {quoted}'
+        elif facts.problem in map(os.strerror, (errno.ENOSPC, errno.EDQUOT)):
+            fix = f"df -h {shlex.quote(str(facts.path))}"
+        else:
+            fix = f"Set another image directory (GpuCkptProvisioner.image_dir, or {image_directories.VARIABLE})."
+        yield Finding(check, False, message, fix)
     elif facts.filesystem in NETWORK_FILESYSTEMS:
         note = " A server that is root writes there as nobody if the export squashes root." if probes.is_root() else ""
         where = f"{directory} is on a network file system ({facts.filesystem})"
@@ -295,7 +302,9 @@ def _ipykernel(probes: Probes) -> Iterable[Finding]:
         yield Finding("ipykernel", True, f"the default kernel has ipykernel {probes.default_kernel()}")
     except (LookupError, OSError, TimeoutError) as error:
         message = f"The default kernel cannot be used: {error}."
-        yield Finding("ipykernel", False, message, f"{shlex.quote(sys.executable)} -m pip install ipykernel", "warning")
+        python = error.python if isinstance(error, NoIpykernel) else sys.executable
+        fix = f"{shlex.quote(python)} -m pip install ipykernel" if isinstance(error, LookupError) else ""
+        yield Finding("ipykernel", False, message, fix, "warning")
 
 
 def _server_extension(probes: Probes, configured: Mapping[str, Any]) -> Iterable[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import getpass
 import json
@@ -19,6 +20,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from fsspec.asyn import AsyncFileSystem
+from fsspec.registry import register_implementation
 from images import FACTS
 from places import s3_server, sftp_server
 
@@ -37,6 +40,7 @@ from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Image, Store
 from jupyter_gpu_ckpt.transfer import remote as remote_module
+from jupyter_gpu_ckpt.transfer import remote_hashes
 from jupyter_gpu_ckpt.transfer.remote import Remote
 
 pytestmark = pytest.mark.slow  # starts servers of S3 and SFTP
@@ -499,6 +503,42 @@ def test_nothing_is_moved_into_what_another_user_has_prepared(near, tmp_path, ki
         Remote(f"file://{tmp_path}/shared").push(image, remove_from=near)
     assert near.images() == [image]
     assert list((elsewhere if kind == "link" else planted).iterdir()) == []
+
+
+class Silent(AsyncFileSystem):
+    """A server that answers nothing from now on, as one behind a firewall that forgets connections."""
+
+    protocol = "silent"
+
+    async def _silence(self, *_, **__) -> None:
+        await asyncio.Event().wait()
+
+    _ls = _info = _cat_file = _pipe_file = _rm_file = _rm = _makedirs = _exists = _mv = _silence
+
+
+def test_a_server_that_falls_silent_is_given_up(near, monkeypatch):
+    register_implementation("silent", Silent, clobber=True)
+    monkeypatch.setattr(remote_hashes, "_REQUEST_TIMEOUT", 0.1)
+    monkeypatch.setattr(remote_hashes, "_LONG_TIMEOUTS", {})
+    remote, image = Remote("silent://host/images"), publish(near)
+    storage = remote.storage
+    for request in (
+        remote.images,
+        lambda: remote.manifest(image.id),
+        lambda: remote.push(image, remove_from=near),
+        lambda: remote.remove(image.id),
+    ):
+        with pytest.raises(RemoteFailed, match="does not answer"):
+            request()
+    for request in (
+        lambda: storage.write(image.id, "0000-000000", b"x"),
+        lambda: storage.read(image.id, "0000-000000", 1),
+        lambda: storage.delete_directory(image.id),
+        lambda: storage.hashes(image.id).matches("0000-000000", "x"),
+    ):
+        with pytest.raises(asyncio.TimeoutError):
+            request()
+    assert near.images() == [image]
 
 
 def test_an_unknown_kind_of_url():

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +35,9 @@ DRIVER_PLAIN, DRIVER_FULL = 570, 580
 
 #: Bytes.  A torch context alone makes an image of 1.2 GiB; a plain kernel's is below 0.1 GiB.
 LITTLE_SPACE, TOO_LITTLE_SPACE = 4 << 30, 256 << 20
+
+#: Seconds for one examination; those that start programs have shorter ones of their own.
+DEADLINE = 120.0
 
 SHARED_MEMORY = Path("/dev", "shm")
 
@@ -77,7 +81,7 @@ def diagnose(
     """Return every finding about this host, in the order in which to fix them.  Never raises.
 
     ``image_directory``: by default ``$JUPYTER_GPU_CKPT_IMAGES``, or ``gpu-ckpt/images`` in the Jupyter data directory.
-    ``extensions``: the configured ``ServerApp.jpserver_extensions``.
+    ``extensions``: the configured ``ServerApp.jpserver_extensions``.  An examination ends after `DEADLINE` seconds.
     Takes less than 2 s on a host without a GPU; with one, the start of the CUDA driver is added.
     """
     probes = probes or Probes()
@@ -97,13 +101,37 @@ def diagnose(
     findings: list[Finding] = []
     for check, examine in examinations:
         need: Need = "gpu" if check == "nvidia-driver" else "cpu"
-        try:
-            for finding in examine():
-                findings.append(replace(finding, needed_for=need))
-        except Exception as error:  # a failed probe is a finding, too: the other checks must still run
+        found, error = _within_deadline(examine)
+        findings += [replace(finding, needed_for=need) for finding in found]
+        if error is not None:  # a failed probe is a finding, too: the other checks must still run
             message = f"could not be examined: {type(error).__name__}: {error}"
             findings.append(Finding(check, False, message, needed_for=need))
     return findings
+
+
+def _within_deadline(examine: Callable[[], Iterable[Finding]]) -> tuple[list[Finding], Exception | None]:
+    """Return the findings, and the error that ended the examination; the file server of a directory may not answer.
+
+    The thread that waits for it is left, and ends with the process.
+    """
+    found: list[Finding] = []
+    ended: list[Exception | None] = []
+
+    def run() -> None:
+        try:
+            for finding in examine():
+                found.append(finding)
+        except Exception as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    thread = threading.Thread(target=run, name="gpu-ckpt-doctor", daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    if not ended:
+        return found[:], TimeoutError(f"no answer within {DEADLINE:g} s")
+    return found, ended[0]
 
 
 def fit(findings: Iterable[Finding], need: Need) -> bool:

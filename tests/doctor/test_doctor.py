@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import threading
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -327,6 +328,17 @@ FAULTS = {
         "mps", "error", "gpu", "MPS", "echo quit | nvidia-cuda-mps-control",
     ),
 }  # fmt: skip
+
+
+def test_a_file_server_that_never_answers_ends_no_more_than_its_check(monkeypatch):
+    monkeypatch.setattr(checks, "DEADLINE", 0.5)
+    answered = threading.Event()
+    findings = diagnose(probes=replace(FIT, directory_facts=lambda path: answered.wait()))
+    answered.set()
+    unanswered = [finding for finding in findings if "no answer within" in finding.message]
+    assert [finding.check for finding in unanswered] == ["image-directory", "shared-memory"]
+    assert not fit(findings, "cpu")
+    assert findings[-1].check == "fast-path"
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -6,10 +6,13 @@ import asyncio
 import logging
 import os
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from harness import until
 
 from jupyter_gpu_ckpt.errors import ImageFormat
 from jupyter_gpu_ckpt.hub import placement
@@ -82,6 +85,32 @@ async def test_features_and_gpus_are_requested_of_slurm(published):
     assert await messages(spawner) == [
         "Your sleeping kernel needs 2 x NVIDIA H200, driver 580.1, Linux 6.1 or newer, glibc 2.36, x86_64: n1 will do."
     ]
+
+
+async def test_a_directory_that_does_not_answer_takes_none_of_the_hubs_threads(published, monkeypatch):
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # of a small hub
+    answers, real, asked = threading.Event(), placement.read, []
+
+    def read(directory):
+        asked.append(directory)
+        answers.wait()
+        return real(directory)
+
+    monkeypatch.setattr(placement, "read", read)
+    publish(published, ON_GPU)
+    place, spawner = hook(published, timeout=0.2), slurm(req_gres="gpu:1")
+    try:
+        for _ in range(3):
+            await place(spawner)
+            assert any("could not be found out (TimeoutError)" in message for message in await messages(spawner))
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 60) == "free"
+        assert len(asked) == 1
+    finally:
+        answers.set()
+    await until(lambda: not place._reading)
+    place.timeout = 60.0
+    await place(spawner)
+    assert spawner.req_gres == "gpu:h200:2"
 
 
 async def test_a_spawner_with_a_trait_of_its_own_for_constraints(published):

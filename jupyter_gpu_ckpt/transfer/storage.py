@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import GpuCkptError, ImageFormat, ImageNotFound, RemoteFailed, RemoteUnsupported
 from ..files.atomic import flush, write_atomically
 from ..image.manifest import safe_name
-from .remote_hashes import RemoteHashes, call, list_directory
+from .remote_hashes import REMOVAL, TRANSFER, RemoteHashes, call, list_directory
 
 
 class Storage:
@@ -64,7 +64,7 @@ class Storage:
         """
         with mapped_errors():
             try:
-                facts = call(self.fs, "info", self.path(id, name))
+                facts = call(self.fs.info, self.path(id, name))
                 if facts["type"] != "file" or int(facts["size"]) > most:
                     raise ImageFormat(f"The {name} of {id!r} is not one, or too large.", image=id)
                 return self.read(id, name, most)
@@ -86,7 +86,7 @@ class Storage:
         without a writer never answers, and a link can lead to a file without an end.
         """
         path = self.path(id, name)
-        return _read_plain(path, most) if self.local else bytes(call(self.fs, "cat_file", path))
+        return _read_plain(path, most) if self.local else bytes(call(self.fs.cat_file, path, seconds=TRANSFER))
 
     def write(self, id: str, name: str, data: bytes, *, durable: bool = False) -> None:
         """Write a file there, atomically.  ``durable`` is for a local directory; elsewhere the server decides."""
@@ -94,10 +94,10 @@ class Storage:
         if self.local:
             write_atomically(Path(path), data, durable=durable)
         elif self._is_object_store:
-            call(self.fs, "pipe_file", path, data)
+            call(self.fs.pipe_file, path, data, seconds=TRANSFER)
         else:
-            call(self.fs, "pipe_file", path + ".part", data)
-            call(self.fs, "mv", path + ".part", path)
+            call(self.fs.pipe_file, path + ".part", data, seconds=TRANSFER)
+            call(self.fs.mv, path + ".part", path)
 
     def make_directory(self, id: str) -> None:
         """Make the directory so that others may not enter it; in an object store the bucket's rules decide.
@@ -112,7 +112,7 @@ class Storage:
             except FileExistsError:
                 _require_own(path)
         elif not self._is_object_store:
-            call(self.fs, "makedirs", self.path(id), exist_ok=True, permissions=0o700)
+            call(self.fs.makedirs, self.path(id), exist_ok=True, permissions=0o700)
 
     def create(self, id: str, name: str, data: bytes) -> None:
         """Write a file that must not be there; of several hosts that try, one succeeds.  After failure none is left."""
@@ -128,12 +128,12 @@ class Storage:
     def delete(self, id: str, name: str) -> None:
         """Delete a file, if it is there."""
         with contextlib.suppress(FileNotFoundError):
-            call(self.fs, "rm_file", self.path(id, name))
+            call(self.fs.rm_file, self.path(id, name))
 
     def delete_directory(self, id: str) -> None:
         """Delete all files of an image, if there are any."""
-        if call(self.fs, "exists", self.path(id)):
-            call(self.fs, "rm", self.path(id), recursive=True)
+        if call(self.fs.exists, self.path(id)):
+            call(self.fs.rm, self.path(id), recursive=True, seconds=REMOVAL)
 
     def flush(self, id: str) -> None:
         """Flush an image's files, in a local directory; elsewhere the server decides."""

@@ -41,6 +41,7 @@ from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Image, Store
 from jupyter_gpu_ckpt.transfer import remote as remote_module
 from jupyter_gpu_ckpt.transfer import remote_hashes
+from jupyter_gpu_ckpt.transfer import storage as storage_module
 from jupyter_gpu_ckpt.transfer.remote import Remote
 
 pytestmark = pytest.mark.slow  # starts servers of S3 and SFTP
@@ -518,8 +519,10 @@ class Silent(AsyncFileSystem):
 
 def test_a_server_that_falls_silent_is_given_up(near, monkeypatch):
     register_implementation("silent", Silent, clobber=True)
-    monkeypatch.setattr(remote_hashes, "_REQUEST_TIMEOUT", 0.1)
-    monkeypatch.setattr(remote_hashes, "_LONG_TIMEOUTS", {})
+    monkeypatch.setattr(remote_hashes, "REQUEST", 0.1)
+    for module in (storage_module, remote_hashes):
+        monkeypatch.setattr(module, "TRANSFER", 0.1)
+    monkeypatch.setattr(storage_module, "REMOVAL", 0.1)
     remote, image = Remote("silent://host/images"), publish(near)
     storage = remote.storage
     for request in (

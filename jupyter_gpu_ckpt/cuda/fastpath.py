@@ -64,6 +64,8 @@ SOCKET = "kernel-fast"
 EXTENTS = "gpu-ckpt-extents"
 #: In the same place: an empty file while frozen threads alone keep the kernel from memory that is swapped out.
 FROZEN = "gpu-ckpt-frozen"
+#: In the same place: extents as they were at a save, by links, until they are in the save point.
+LINKED = "gpu-ckpt-linked"
 #: Environment variable that gives a kernel's library the path of its socket.
 VARIABLE = "JUPYTER_GPU_CKPT_FAST_SOCKET"
 #: The same for the processes that the kernel starts: each appends a hyphen and its pid to that path.
@@ -342,7 +344,7 @@ class FastPath:
         with self._host_memory() as memory:
             with contextlib.suppress(FileNotFoundError):
                 if stat.S_ISDIR(_mode(EXTENTS, memory)):
-                    shutil.rmtree(f"/proc/self/fd/{memory}/{EXTENTS}")
+                    shutil.rmtree(_below(memory, EXTENTS))
                 else:
                     os.unlink(EXTENTS, dir_fd=memory)
             if directory is None:
@@ -350,6 +352,30 @@ class FastPath:
             else:
                 os.symlink(directory, EXTENTS, dir_fd=memory)
             return os.open(EXTENTS, os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=memory)
+
+    def link_extents(self) -> int:
+        """Link the extents that are swapped out into a directory of their own, and open that; `unlink_extents` ends it.
+
+        They stay as they are however the kernel goes on: the library never writes to an extent that has another name
+        (`host_memory_is_intact`).  Raises `CapsuleError`, `OSError`; then there are no links.
+        """
+        with self._host_memory() as memory:
+            shutil.rmtree(_below(memory, LINKED), ignore_errors=True)
+            os.mkdir(LINKED, 0o700, dir_fd=memory)
+            linked = os.open(LINKED, os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=memory)
+            try:
+                for path in _below(memory, EXTENTS).iterdir():
+                    os.link(path, path.name, dst_dir_fd=linked)
+            except BaseException:
+                unlink_extents(linked)
+                raise
+        return linked
+
+    def remove_links(self) -> None:
+        """Remove the links that an owner has left who was killed.  Never raises: they cost memory, and no more."""
+        if self._has_host_memory():
+            with contextlib.suppress(CapsuleError), self._host_memory() as memory:
+                shutil.rmtree(_below(memory, LINKED), ignore_errors=True)
 
     def disk_directory(self) -> Path | None:
         """Return the directory of extents on a disk; None if there are none.  Raises `CapsuleError`, `OSError`."""
@@ -683,6 +709,19 @@ def _require_version(version: object) -> None:
         message = f"The kernel's library for device memory speaks version {version} of its protocol, this release "
         message += f"version {_VERSION}."
         raise ProtocolVersion(message, left="the kernel and its device memory are where they were", version=version)
+
+
+def unlink_extents(linked: int) -> None:
+    """Remove a directory of `FastPath.link_extents`, also of a capsule that has ended, and close it.  Never raises."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(linked):
+            os.unlink(name, dir_fd=linked)
+        os.rmdir(f"../{LINKED}", dir_fd=linked)
+    os.close(linked)
+
+
+def _below(directory: int, name: str) -> Path:
+    return Path(f"/proc/self/fd/{directory}/{name}")
 
 
 def _mode(name: str, directory: int) -> int:

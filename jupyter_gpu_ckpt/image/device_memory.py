@@ -63,11 +63,13 @@ class Codec:
         return complete and entry == FileEntry(len(chunk), blake3(chunk).hexdigest())
 
 
-def write(extents: int, directory: Path, codec: Codec, check_cancelled: Callable[[], object]) -> dict[str, FileEntry]:
+def write(
+    extents: int, directory: Path, codec: Codec, check_cancelled: Callable[[], object], *, removes: bool = False
+) -> dict[str, FileEntry]:
     """Write the chunks of ``extents`` to a new ``directory``; its caller flushes them.
 
-    Returns their entries by name.  Calls ``check_cancelled`` before each chunk.  Raises what that raises, and
-    `OSError`; what was written until then is left.
+    Returns their entries by name.  Calls ``check_cancelled`` before each chunk.  ``removes``: each file of ``extents``
+    once it is written.  Raises what ``check_cancelled`` raises, and `OSError`; what was written until then is left.
     """
     directory.mkdir(mode=0o700)
     source = path(extents)
@@ -76,9 +78,10 @@ def write(extents: int, directory: Path, codec: Codec, check_cancelled: Callable
         check_cancelled()
         if len(direct_io.read(source / name, chunk, len(chunk))) != len(chunk):
             raise OSError(f"A file of device memory is shorter than it was: {name}.")
-        if direct_io.is_zero(chunk):
-            return None
-        return name, codec.store(source / name, chunk, directory / name)
+        entry = None if direct_io.is_zero(chunk) else codec.store(source / name, chunk, directory / name)
+        if removes:
+            (source / name).unlink()
+        return None if entry is None else (name, entry)
 
     written = dict(filter(None, _each(size(extents), write_chunk, _DEPTH)))
     if not written:  # an image has no empty directories

@@ -87,9 +87,14 @@ class Draft:
             shutil.rmtree(path, ignore_errors=True)
 
     def write_device(
-        self, extents: int, claim: device_memory.ClaimChunk | None, check_cancelled: Callable[[], object]
+        self,
+        extents: int,
+        claim: device_memory.ClaimChunk | None,
+        check_cancelled: Callable[[], object],
+        *,
+        removes: bool = False,
     ) -> None:
-        """Write device memory from ``extents`` (`device_memory`), but for chunks of save points and of ``claim``.
+        """Write device memory from ``extents`` (`device_memory.write`), but for chunks of save points and of ``claim``.
 
         Raises what ``check_cancelled`` raises, `NoSpace`, `StoreUnwritable`.
         """
@@ -99,7 +104,8 @@ class Draft:
 
         with mapped_errors(self._root):
             directory = self.path / layout.CRIU / layout.DEVICE
-            written = device_memory.write(extents, directory, self._form.codec(claim_any), check_cancelled)
+            codec = self._form.codec(claim_any)
+            written = device_memory.write(extents, directory, codec, check_cancelled, removes=removes)
             self._known = {layout.device_file(name): entry for name, entry in written.items()}
 
     def copy(self, source: Image) -> None:

@@ -373,7 +373,7 @@ class Attempt:
     traced: TracedStep = field(default_factory=lambda: TracedStep(""))
     #: Duration by completed step.
     seconds: dict[str, float] = field(default_factory=dict)
-    #: The lease of the image and its verification; closed at the end of the attempt, if no step has done so.
+    #: The lease of the image and its verification, or `linked`; closed at the end of the attempt, if no step has.
     resources: ExitStack = field(default_factory=ExitStack)
     #: Of GPU memory; closed likewise.
     reservation: ExitStack = field(default_factory=ExitStack)
@@ -391,6 +391,9 @@ class Attempt:
     kept: dict[str, KeptFile] = field(default_factory=dict)
     #: Bytes of device memory that were written beside CRIU's files.
     swapped_bytes: int = 0
+    #: Device memory of a save point that is written when the kernel runs again, by links: their directory, open as
+    #: long as `resources`.
+    linked: int | None = None
     #: Bytes of pages that CRIU has written and that were dropped, as another process has them, too.
     dropped_bytes: int = 0
     #: Bytes of pages that several processes have, and share again after a restore, but for the first of each.
@@ -412,6 +415,8 @@ class Attempt:
     #: The capsule that is being filled; `KernelState.capsule` once the kernel is in it.
     restoring: Capsule | None = None
     device_read: BackgroundTask | None = None
+    #: Of that task; closed, it is ended.
+    reading: ExitStack = field(default_factory=ExitStack)
     #: Whether the kernel runs without its children (`Capsule.attach_kernel`).
     alone: bool = False
     #: Of the branches of an image, to be restored (`branch.turn_to_restore`).

@@ -23,6 +23,7 @@ from ..capsule import root_program
 from ..criu import images, tasks
 from ..criu.shared_pages import SharedPages
 from ..cuda.cuda import CudaState
+from ..cuda.fastpath import unlink_extents
 from ..errors import GpuCkptError
 from ..files.disk import mapped_errors
 from ..image import chunk_cache, device_memory, kept_files, layout
@@ -208,9 +209,10 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
             deadline, freeze = kernel.deadline(bytes), kernel.saved.cuda
             children = [pid for pid in cuda_processes.states(kernel) if pid != capsule.host_pid] if freeze else []
             draft.note_before_dump(capsule.processes())
-            kernel.engine.criu.dump(
-                capsule, draft.criu_directory, timeout=deadline, freeze=freeze, children=children, work=work
-            )
+            with attempt.traced.part("criu"):
+                kernel.engine.criu.dump(
+                    capsule, draft.criu_directory, timeout=deadline, freeze=freeze, children=children, work=work
+                )
         with ThreadPoolExecutor(1) as pool:  # the capsule's init inspects the processes while the image is read here
             inspection = pool.submit(capsule.inspect, allow_unconfined=kernel.settings.allow_unconfined_wake)
             _require_restorable(draft.criu_directory)
@@ -223,6 +225,7 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
     except BaseException:
         attempt.draft = None
         draft.discard()
+        attempt.resources.close()
         with contextlib.suppress(errors.CapsuleError, errors.CapsuleGone):  # it ended
             _resume_processes(attempt)  # CRIU may have succeeded, and its answer come too late
         raise
@@ -328,8 +331,12 @@ def _require_proven(state: Mapping[str, Any], directory: Path) -> dict[str, Any]
 
 @contextlib.contextmanager
 def device_memory_written(attempt: Attempt, draft: Draft) -> Iterator[None]:
-    """Write device memory that CRIU does not see, while the body runs; all of it is written after the body."""
+    """Write device memory that CRIU does not see, while the body runs; all of it is written after the body.
+
+    That of a kernel that continues is only linked, where host memory permits: `keep` writes it.
+    """
     kernel, fast_path = attempt.kernel, attempt.kernel.fast_path()
+    attempt.linked = None
     extents = fast_path.open_extents() if kernel.saved.cuda else None
     if extents is None:
         attempt.swapped_bytes = 0
@@ -352,6 +359,9 @@ def device_memory_written(attempt: Attempt, draft: Draft) -> Iterator[None]:
         attempt.swapped_bytes = found = device_memory.size(extents)
         if found != (swapped_out := fast_path.amounts().swapped_out):
             raise errors.CapsuleError(f"Of {swapped_out} bytes of device memory {found} are there.")
+        if attempt.continues and host_memory.may_wait_for_disk(kernel) and _link_device_memory(attempt):
+            yield
+            return
         task = BackgroundTask("gpu-ckpt-device", write)
         try:
             yield
@@ -368,6 +378,17 @@ def device_memory_written(attempt: Attempt, draft: Draft) -> Iterator[None]:
         task.wait()
     finally:
         os.close(extents)
+
+
+def _link_device_memory(attempt: Attempt) -> bool:
+    """Have device memory stay as it is until the end of the attempt; return False if that cannot be."""
+    try:
+        attempt.linked = attempt.kernel.fast_path().link_extents()
+    except (errors.CapsuleError, OSError) as error:
+        _log.info("Device memory is written while the kernel waits: %s", error)
+        return False
+    attempt.resources.callback(unlink_extents, attempt.linked)
+    return True
 
 
 def write_ahead(kernel: KernelState) -> None:
@@ -412,9 +433,32 @@ def publish(attempt: Attempt) -> None:
 
 
 def keep(attempt: Attempt) -> None:
-    """Write the manifest and make the draft a save point of the kernel, which is served meanwhile."""
+    """Write device memory and the manifest, and make the draft a save point of the kernel, which is served meanwhile.
+
+    After failure there is no save point, and the kernel runs on.
+    """
+    if attempt.linked is not None:
+        with attempt.traced.part("device_memory"):
+            _write_linked(attempt, attempt.linked)
     attempt.kernel.save_point = _published(attempt)
     host_memory.discard_chunks(attempt.kernel)
+
+
+def _write_linked(attempt: Attempt, linked: int) -> None:
+    """Write device memory that was linked to the draft, and give back each part of it that is written.
+
+    The kernel may end meanwhile: that memory belongs to the links, too.
+    """
+    kernel, draft = attempt.kernel, attempt.draft
+    assert draft is not None
+
+    def check() -> None:
+        kernel.cancellation.check()
+        host_memory.require_wait()
+
+    _make_space(kernel, attempt.swapped_bytes)  # others may have filled the disk since the dump
+    draft.write_device(linked, kernel.chunks.claim if kernel.chunks is not None else None, check, removes=True)
+    attempt.resources.close()
 
 
 def _published(attempt: Attempt, **claim: Any) -> Image:
@@ -518,6 +562,7 @@ def _sockets(attempt: Attempt) -> list[dict[str, Any]]:
 def end_process(attempt: Attempt) -> None:
     """End the process, after a dump or as the undo of a restore."""
     kernel = attempt.kernel
+    attempt.reading.close()
     try:
         if kernel.capsule is not None:
             pids = kernel.capsule.processes()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from pathlib import Path
 
 from ..capsule.capsule import Capsule
 from ..errors import NoMemory
+from ..files.disk import mapped_errors
 from ..image import chunk_cache, spill
 from ..units import size
 from . import cuda_processes
-from .context import KernelState
-from .preflight import MARGIN, Process, available_memory, lead_bytes, read_process, unique_bytes
+from .context import Attempt, KernelState, Reason
+from .preflight import MARGIN, Process, all_memory, available_memory, lead_bytes, read_process, unique_bytes
+
+#: The part of host memory that is free where extents that the kernel does not need stay (as in `memory_pressure.c`).
+_SPARE = 8
 
 
 def device_bytes(kernel: KernelState) -> dict[str, int]:
@@ -68,6 +74,21 @@ def choose_directory(kernel: KernelState, capsule: Capsule, bytes: int, kept: in
     return kernel.spill_directory
 
 
+def may_wait_for_disk(kernel: KernelState) -> bool:
+    """Return whether swapped-out allocations may stay in host memory until they are on the disk, while the kernel runs.
+
+    Not where memory is short, nor for those that are on the disk for that reason.
+    """
+    return kernel.spill_directory is None and available_memory() * _SPARE >= all_memory()
+
+
+def require_wait() -> None:
+    """Raise `NoMemory` if host memory is all but used up while allocations wait there for the disk."""
+    if (free := available_memory()) < MARGIN:
+        message = "Host memory became short while device memory waited there to be written to the disk."
+        raise NoMemory(message, needed=MARGIN, free=free)
+
+
 def begin_mirror(kernel: KernelState) -> bool:
     """Begin to copy a running kernel's device memory to host memory in the background; return whether that was begun.
 
@@ -77,6 +98,28 @@ def begin_mirror(kernel: KernelState) -> bool:
     if available_memory() + amounts.kept < amounts.bytes + MARGIN:
         return False
     return bool(fast_path.begin_mirror().mirrors)
+
+
+def require_read(attempt: Attempt) -> None:
+    """Wait until device memory is read from the image: before that nothing may be swapped in.
+
+    Raises `NoMemory`, `NoSpace`, `StoreUnwritable`, `ImageDamaged`, `OSError`, and as `Cancellation.check`.
+    """
+    kernel, complete = attempt.kernel, True
+    if attempt.device_read is not None:
+        spills = kernel.spill_directory is not None
+        try:
+            with mapped_errors(kernel.engine.store.root) if spills else contextlib.nullcontext():
+                complete = attempt.device_read.wait()
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise NoMemory("The kernel's device memory does not fit into host memory.") from error
+            raise
+        finally:
+            attempt.device_read = None
+            attempt.reading.close()
+    if not complete:
+        kernel.cancellation.check(Reason.NONE)
 
 
 def may_spill(kernel: KernelState, bytes: int) -> bool:

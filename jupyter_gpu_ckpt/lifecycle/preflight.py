@@ -103,13 +103,25 @@ def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
     A container's limit is that of its cgroup (version 2); its inactive pages of files are available.
     """
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    available = int(match.group(1)) * 1024 if match else 0
+    available = _of_machine("MemAvailable")
     with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
         limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
         idle = re.search(r"^inactive_file (\d+)", (cgroup / "memory.stat").read_text(), re.MULTILINE)
         available = min(available, limit - used + (int(idle.group(1)) if idle else 0))
     return available
+
+
+def all_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes of host memory of this machine, or of its container if that may have less."""
+    all = _of_machine("MemTotal")
+    with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
+        all = min(all, int((cgroup / "memory.max").read_text()))
+    return all
+
+
+def _of_machine(name: str) -> int:
+    match = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return int(match.group(1)) * 1024 if match else 0
 
 
 def image_bytes(on_device: int, processes: Iterable[Process]) -> int:

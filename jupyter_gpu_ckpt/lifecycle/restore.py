@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shlex
 import tempfile
@@ -19,10 +18,8 @@ from ..errors import (
     ImageArchived,
     KeyUnusable,
     MissingFile,
-    NoMemory,
     RuntimeDirectory,
 )
-from ..files.disk import mapped_errors
 from ..image import branch, device_memory, layout, links, shared_chunks
 from ..image.chunk_cache import ChunkCache
 from ..image.encryption import Readable
@@ -157,7 +154,7 @@ def _user_accepts(kernel: KernelState, changed: list[str]) -> bool:
 
 
 def criu_restore(attempt: Attempt) -> None:
-    """Have CRIU restore the processes in a fresh capsule; device memory is read from the image meanwhile."""
+    """Have CRIU restore the processes in a fresh capsule; device memory begins to be read from the image."""
     try:
         _criu_restore(attempt)
     finally:
@@ -203,7 +200,7 @@ def _criu_restore(attempt: Attempt) -> None:
                 timeout=kernel.deadline(manifest.bytes),
                 freeze=manifest.cuda,
                 alone=alone,
-                before_running=lambda: _require_read(attempt),
+                before_running=lambda: _require_verified(attempt),
                 notes=exclusive.without_locks(manifest.notes) if manifest.branched_from else manifest.notes,
             )
     except BaseException as error:
@@ -268,7 +265,11 @@ def _closed_after_failure(capsule: Capsule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _device_memory_read(attempt: Attempt, capsule: Capsule, files: Readable) -> Iterator[None]:
-    """Read device memory from the image into the capsule's own memory while CRIU restores the rest in the body."""
+    """Begin to read device memory from the image into the capsule's own memory: CRIU restores the rest in the body.
+
+    The driver does its part after that, and only the swap in waits for the end (`host_memory.require_read`).  After
+    failure of the body nothing is read any more.
+    """
     kernel = attempt.kernel
     assert kernel.image is not None
     manifest = kernel.image.manifest
@@ -279,20 +280,19 @@ def _device_memory_read(attempt: Attempt, capsule: Capsule, files: Readable) -> 
     target = None
     if not files.encrypted:
         target = host_memory.choose_directory(kernel, capsule, manifest.swapped_bytes, all=needed)
-    extents = kernel.fast_path(capsule).create_extents(target)
-    try:
+    attempt.resources.callback(attempt.reading.close)
+    with contextlib.ExitStack() as stack:
+        stack.callback(attempt.reading.close)
+        extents = kernel.fast_path(capsule).create_extents(target)
+        attempt.reading.callback(os.close, extents)
         attempt.device_read = reading = device_memory.begin_read(
             extents, manifest.swapped_bytes, files.device_directory, device_memory.entries(manifest), files.codec
         )
-        try:
-            if kernel.cancellation.reason >= Reason.DETACH:  # requested before there was something to stop
-                reading.cancel()
-            yield
-        finally:
-            attempt.device_read = None
-            reading.cancel(wait_for_end=True)
-    finally:
-        os.close(extents)
+        attempt.reading.callback(reading.cancel, wait_for_end=True)
+        if kernel.cancellation.reason >= Reason.DETACH:  # requested before there was something to stop
+            reading.cancel()
+        yield
+        stack.pop_all()
 
 
 @contextlib.contextmanager
@@ -325,22 +325,11 @@ def _criu_directory(attempt: Attempt, directory: Path) -> Iterator[Path]:
         yield view
 
 
-def _require_read(attempt: Attempt) -> None:
-    """Wait until device memory is read and the image is verified: before that no restored process may run."""
-    kernel = attempt.kernel
+def _require_verified(attempt: Attempt) -> None:
+    """Wait until the image is verified, but for device memory: before that no restored process may run."""
     assert attempt.verification is not None
-    complete = True
-    if attempt.device_read is not None:
-        spills = kernel.spill_directory is not None
-        try:
-            with mapped_errors(kernel.engine.store.root) if spills else contextlib.nullcontext():
-                complete = attempt.device_read.wait()
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise NoMemory("The kernel's device memory does not fit into host memory.") from error
-            raise
-    if not (complete and attempt.verification.wait()):
-        kernel.cancellation.check(Reason.NONE)
+    if not attempt.verification.wait():
+        attempt.kernel.cancellation.check(Reason.NONE)
 
 
 def discard_image(attempt: Attempt) -> None:

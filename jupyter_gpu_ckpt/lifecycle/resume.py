@@ -72,7 +72,10 @@ def _is_on_gpu(kernel: KernelState) -> bool:
 
 
 def cuda_resume(attempt: Attempt) -> None:
-    """Move the CUDA state of the kernel and its children back to the GPU; only then all their threads run."""
+    """Move the CUDA state of the kernel and its children back to the GPU; only then all their threads run.
+
+    Of a kernel that is restored, the driver's part is done while the device memory that it does not move is read.
+    """
     kernel = attempt.kernel
     if not kernel.saved.cuda:
         return
@@ -92,6 +95,8 @@ def cuda_resume(attempt: Attempt) -> None:
             if state not in (*cuda_processes.ON_GPU, CudaState.NONE):
                 kernel.restored_on_gpu = True
                 kernel.engine.cuda.restore(capsule.host_pid, attempt.gpu_mapping, timeout_s=deadline)
+        with part("read"):
+            host_memory.require_read(attempt)
         with part("swap_in"):
             if state is not CudaState.NONE:
                 kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
@@ -211,6 +216,7 @@ def supersede_images(kernel: KernelState) -> None:
 def repair(kernel: KernelState, capsule: Capsule) -> State:
     """Return the state of a kernel whose owner ended, RUNNING or SUSPENDED; repair what is half done."""
     fast_path = kernel.fast_path(capsule)
+    fast_path.remove_links()  # of a save point that nobody completes
     states = cuda_processes.states(kernel)
     locked = [each for each in states if states[each] is CudaState.LOCKED]
     warm, frozen = cuda_processes.swapped_out(kernel, locked), fast_path.is_frozen()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
+
+from jupyter_gpu_ckpt.files import direct_io
 
 pytestmark = pytest.mark.gpu
 
@@ -57,3 +60,29 @@ async def test_a_kernel_that_was_killed_and_started_again_goes_back_to_its_last_
     await kernel.manager.restart_kernel(now=True, stdout=None, stderr=None)  # their files are closed
     await kernel.provisioner.back("last")
     assert await kernel.run(STATE) == state
+
+
+async def test_a_cell_changes_tensors_before_they_are_on_the_disk_and_the_save_point_has_what_was_there(
+    kernel, monkeypatch
+):
+    """The disk gets nothing before the cell has run."""
+    await kernel.run(SETUP)
+    await kernel.run("train(5); big = torch.randn(1 << 28, device='cuda')")
+    state, total = await kernel.run(STATE), await kernel.run("print(big.double().sum().item())")
+    begun, changed, write = threading.Event(), threading.Event(), direct_io.write
+
+    def wait(*arguments, **options) -> None:
+        begun.set()
+        assert changed.wait(60)
+        write(*arguments, **options)
+
+    monkeypatch.setattr(direct_io, "write", wait)
+    saved = asyncio.ensure_future(kernel.provisioner.save("one"))
+    await asyncio.to_thread(begun.wait, 60)
+    await kernel.run("train(5); big.zero_(); more = torch.ones(1 << 26, device='cuda'); torch.cuda.synchronize()")
+    changed.set()
+    kernel.lifecycle.engine.store.check(await saved)
+    assert await kernel.run("print(big.double().sum().item())") == "0.0"
+    await kernel.provisioner.back("one")
+    assert await kernel.run(STATE) == state
+    assert await kernel.run("print(big.double().sum().item(), 'more' in dir())") == f"{total} False"

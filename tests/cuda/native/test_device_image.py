@@ -21,6 +21,7 @@ from jupyter_gpu_ckpt.errors import CapsuleError, CriuError, GpuCkptError, Image
 from jupyter_gpu_ckpt.files import direct_io
 from jupyter_gpu_ckpt.image import device_memory
 from jupyter_gpu_ckpt.image.encryption import PlainDirectory, Vault
+from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
 from jupyter_gpu_ckpt.lifecycle import host_memory, preflight
@@ -58,7 +59,7 @@ def test_suspended_first(kernel):
 
 
 @pytest.mark.parametrize("way", ["terminate", "detach"])
-@pytest.mark.parametrize("verb", ["checkpoint", "wake"])
+@pytest.mark.parametrize("verb", ["checkpoint", "wake", "save"])
 def test_what_is_under_way_is_broken_off(kernel, monkeypatch, verb, way):
     pid = kernel.pid
     if verb == "wake":
@@ -78,7 +79,7 @@ def test_what_is_under_way_is_broken_off(kernel, monkeypatch, verb, way):
 
     def verb_of_another_thread() -> None:
         try:
-            getattr(kernel.lifecycle, verb)()
+            getattr(kernel.lifecycle, verb)(*([SavePoint("point")] if verb == "save" else []))
         except GpuCkptError as error:
             failed.append(error.code)
 
@@ -87,7 +88,7 @@ def test_what_is_under_way_is_broken_off(kernel, monkeypatch, verb, way):
     assert met.wait(60)
     getattr(kernel.lifecycle, way)()
     thread.join(60)
-    if verb == "checkpoint" and way == "detach":  # it lives on, for another owner
+    if verb != "wake" and way == "detach":  # it lives on, for another owner
         os.kill(pid, signal.SIGKILL)
     assert failed in ([["KERNEL_LOST"]] if way == "terminate" else [["CRIU_FAILED"], ["CRIU_TIMEOUT"]])
     assert len({place.name for place, *_ in calls}) == 1, "of several chunks"
@@ -117,6 +118,21 @@ def test_zeros_take_no_space(kernel):
     assert len(chunks(image)) == 0 or sum(path.stat().st_size for path in chunks(image)) <= device_memory.CHUNK
     kernel.lifecycle.wake()
     assert kernel.program.ask("all(ctypes.string_at(at, size) == bytes(size) for at, size in held)")
+
+
+def test_the_driver_restores_while_device_memory_is_read(kernel, monkeypatch):
+    kernel.lifecycle.checkpoint()
+    write, seen = direct_io.write, []
+
+    def late(*arguments, **options):
+        seen.append(until(lambda: kernel.fake.state != CHECKPOINTED, "the driver has restored the process"))
+        assert kernel.path().swapped_out()
+        write(*arguments, **options)
+
+    monkeypatch.setattr(direct_io, "write", late)
+    kernel.lifecycle.wake()
+    assert seen
+    kernel.runs_on()
 
 
 def test_a_damaged_chunk_is_not_brought_to_life(kernel):

@@ -4,6 +4,8 @@ import { URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
 
 import type {
+  IBranchJob,
+  IBranchPlan,
   IComparison,
   IErrorDetail,
   IGpus,
@@ -90,6 +92,20 @@ export class Client {
   compare(id: string, name: string, to: string): Promise<IComparison> {
     const query = to && `?to=${encodeURIComponent(to)}`;
     return this.send('GET', ['kernels', id, 'saves', name, 'compare'], null, query);
+  }
+
+  branchPlan(id: string, name: string): Promise<IBranchPlan> {
+    return this.send('GET', ['kernels', id, 'branch'], null, `?save_point=${encodeURIComponent(name)}`);
+  }
+
+  /** Start another kernel; the caller has shown the plan to the user. */
+  branch(id: string, name: string): Promise<IBranchJob> {
+    const body = { save_point: name, accept_differences: true };
+    return this.send('POST', ['kernels', id, 'branch'], JSON.stringify(body));
+  }
+
+  branchJob(id: string): Promise<IBranchJob> {
+    return this.request('GET', 'jobs', id);
   }
 
   async removeSave(id: string, name: string): Promise<void> {

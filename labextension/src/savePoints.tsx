@@ -1,9 +1,10 @@
-/** The save points of one kernel, in the panel: listed once opened; made, gone back to, compared and deleted. */
+/** The save points of one kernel, in the panel: listed once opened; made, gone back to, branched, compared, deleted. */
 
 import { Dialog, InputDialog, showDialog } from '@jupyterlab/apputils';
 import * as React from 'react';
 
 import type { ISavePoint } from './api';
+import { branch } from './branch';
 import { Refused } from './client';
 import { compare } from './comparison';
 import type { IContext } from './context';
@@ -32,7 +33,11 @@ export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IPro
   }, [isOpen, kernel.phase, kernel.since]);
   const disabled = !kernel.awake;
   return (
-    <details className="jp-gpuCkpt-children" open={isOpen} onToggle={event => onToggle(event.currentTarget.open)}>
+    <details
+      className="jp-gpuCkpt-children jp-gpuCkpt-savePoints"
+      open={isOpen}
+      onToggle={event => onToggle(event.currentTarget.open)}
+    >
       <summary>{trans.__('Save points')}</summary>
       <ul>
         {points.map(point => (
@@ -48,6 +53,15 @@ export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IPro
                 onClick={() => void goBack(context, notifier, kernel, point.name)}
               >
                 {trans.__('Go back')}
+              </button>{' '}
+              <button
+                className="jp-gpuCkpt-link"
+                disabled={disabled}
+                aria-label={trans.__('Branch from %1', point.name)}
+                title={trans.__('Start another kernel from here')}
+                onClick={() => void branch(context, kernel, point.name)}
+              >
+                {trans.__('Branch')}
               </button>{' '}
               <button
                 className="jp-gpuCkpt-link"

@@ -84,7 +84,7 @@ export class Client {
   }
 
   /** `files`: what the kernel gets of files that are not as they were. */
-  back(id: string, name: string, files: 'then' | 'now' | null = null): Promise<IJob> {
+  back(id: string, name: string, files: 'then' | 'now' | null): Promise<IJob> {
     return this.send('POST', ['kernels', id, 'back'], JSON.stringify({ name, ...(files && { files }) }));
   }
 

@@ -95,19 +95,23 @@ export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IPro
   );
 }
 
-async function save({ client, trans }: IContext, notifier: Notifier, kernel: KernelModel): Promise<void> {
+async function save({ client, kernels, trans }: IContext, notifier: Notifier, kernel: KernelModel): Promise<void> {
   const { value } = await InputDialog.getText({
     title: trans.__('Save all variables'),
     label: trans.__('Name of the save point'),
     text: new Date().toISOString().slice(0, 19).replace('T', ' ')
   });
   if (value) {
-    await client.save(kernel.id, value.trim()).catch((error: unknown) => notifier.refused(kernel, 'save', error));
+    await kernels
+      .request(kernel.id, 'save', () => client.save(kernel.id, value.trim()))
+      .catch((error: unknown) => notifier.refused(kernel, 'save', error));
   }
 }
 
 async function goBack(context: IContext, notifier: Notifier, kernel: KernelModel, name: string): Promise<void> {
-  const { client, trans } = context;
+  const { client, kernels, trans } = context;
+  const back = (files: 'then' | 'now' | null) =>
+    kernels.request(kernel.id, 'back', () => client.back(kernel.id, name, files));
   const { button } = await showDialog({
     title: trans.__('Go back to %1?', name),
     body: trans.__('The present variables are saved before, as a save point of their own.'),
@@ -117,11 +121,11 @@ async function goBack(context: IContext, notifier: Notifier, kernel: KernelModel
     return;
   }
   try {
-    await client.back(kernel.id, name);
+    await back(null);
   } catch (error) {
     const files = isAboutFiles(error) ? await chooseFiles(context, error) : null;
     if (files !== null) {
-      await client.back(kernel.id, name, files).catch((second: unknown) => notifier.refused(kernel, 'back', second));
+      await back(files).catch((second: unknown) => notifier.refused(kernel, 'back', second));
     } else if (!isAboutFiles(error)) {
       notifier.refused(kernel, 'back', error);
     }

@@ -138,6 +138,8 @@ export interface ISavePoint {
 export interface IBranchPlan {
   differs: { kind: string; what: string; becomes: string }[];
   shared: string[];
+  /** Why there must be no other kernel. */
+  unsafe: string[];
 }
 
 export interface IBranchJob {

@@ -99,8 +99,9 @@ export class Client {
   }
 
   /** Start another kernel; the caller has shown the plan to the user. */
-  branch(id: string, name: string): Promise<IBranchJob> {
-    const body = { save_point: name, accept_differences: true };
+  branch(id: string, name: string, acceptChangedFiles: boolean): Promise<IBranchJob> {
+    const accepted = acceptChangedFiles ? { accept_changed_files: true } : {}; // else as the server's settings say
+    const body = { save_point: name, accept_differences: true, ...accepted };
     return this.send('POST', ['kernels', id, 'branch'], JSON.stringify(body));
   }
 
@@ -138,10 +139,12 @@ export class Client {
     const url = URLExt.join(this.settings.baseUrl, 'gpu-ckpt', ...path.map(encodeURIComponent)) + query;
     const response = await ServerConnection.makeRequest(url, { method, body }, this.settings);
     const text = await response.text();
-    const document: unknown = text && response.headers.get('Content-Type')?.includes('json') ? JSON.parse(text) : {};
-    if (!response.ok) {
+    const isJson = response.headers.get('Content-Type')?.includes('json') === true;
+    const document: unknown = text && isJson ? JSON.parse(text) : {};
+    if (!response.ok || (text && !isJson)) {
       const { message, error } = document as { message?: string; error?: IErrorDetail };
-      throw new Refused(response.status, message ?? response.statusText, error ?? null);
+      const status = `HTTP ${response.status} ${response.statusText}`.trim(); // of a proxy, or a page to log in
+      throw new Refused(response.status, message ?? status, error ?? null);
     }
     return document as T;
   }

@@ -10,7 +10,7 @@ import { compare } from './comparison';
 import type { IContext } from './context';
 import type { KernelModel } from './kernel';
 import type { Notifier } from './notifications';
-import { bytes, duration } from './words';
+import { bytes, duration, localTime } from './words';
 
 interface IProps {
   context: IContext;
@@ -24,10 +24,24 @@ interface IProps {
 export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IProps): React.JSX.Element {
   const { client, trans } = context;
   const [points, setPoints] = React.useState<ISavePoint[]>([]);
-  const load = () => void client.saves(kernel.id).then(setPoints, () => setPoints([]));
+  const [trouble, setTrouble] = React.useState('');
+  const looks = React.useRef(0);
+  const load = () => {
+    const look = ++looks.current;
+    const show = (found: ISavePoint[] | null, error: string) => {
+      if (look === looks.current) {
+        setPoints(known => found ?? known); // an answer that a later question has overtaken may be older
+        setTrouble(error);
+      }
+    };
+    client.saves(kernel.id).then(
+      found => show(found, ''),
+      (error: unknown) => show(null, trans.__('The save points could not be loaded: %1', (error as Error).message))
+    );
+  };
   // A save, or a way back, ends with a new state.
   React.useEffect(() => {
-    if (isOpen && kernel.awake) {
+    if (isOpen) {
       load();
     }
   }, [isOpen, kernel.phase, kernel.since]);
@@ -39,6 +53,7 @@ export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IPro
       onToggle={event => onToggle(event.currentTarget.open)}
     >
       <summary>{trans.__('Save points')}</summary>
+      {trouble && <p role="status">{trouble}</p>}
       <ul>
         {points.map(point => (
           <li key={point.name}>
@@ -56,10 +71,9 @@ export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IPro
               </button>{' '}
               <button
                 className="jp-gpuCkpt-link"
-                disabled={disabled}
                 aria-label={trans.__('Branch from %1', point.name)}
                 title={trans.__('Start another kernel from here')}
-                onClick={() => void branch(context, kernel, point.name)}
+                onClick={() => void branch(context, notifier, kernel, point.name)}
               >
                 {trans.__('Branch')}
               </button>{' '}
@@ -99,7 +113,7 @@ async function save({ client, kernels, trans }: IContext, notifier: Notifier, ke
   const { value } = await InputDialog.getText({
     title: trans.__('Save all variables'),
     label: trans.__('Name of the save point'),
-    text: new Date().toISOString().slice(0, 19).replace('T', ' ')
+    text: localTime(new Date())
   });
   if (value) {
     await kernels
@@ -160,6 +174,8 @@ async function remove(
     buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: trans.__('Delete') })]
   });
   if (button.accept) {
-    await client.removeSave(kernel.id, point.name).catch((error: unknown) => notifier.refused(kernel, 'save', error));
+    await client
+      .removeSave(kernel.id, point.name)
+      .catch((error: unknown) => notifier.undone(trans.__('The save point %1 was not deleted.', point.name), error));
   }
 }

@@ -68,6 +68,11 @@ export class Kernels {
     return this._changed;
   }
 
+  /** Events may have been missed, also by others. */
+  get doubted(): ISignal<this, void> {
+    return this._doubted;
+  }
+
   get ended(): ISignal<this, IEnded> {
     return this._ended;
   }
@@ -288,6 +293,7 @@ export class Kernels {
     this._owed = true; // an event before the poll shows only that events flow again
     this._doubtUntil = this._now() + DOUBT;
     void this._poll.refresh();
+    this._doubted.emit();
   }
 
   dispose(): void {
@@ -397,6 +403,7 @@ export class Kernels {
   private readonly _standby: () => boolean | Poll.Standby;
   private readonly _poll: Poll;
   private readonly _changed = new Signal<this, KernelModel | null>(this);
+  private readonly _doubted = new Signal<this, void>(this);
   private readonly _ended = new Signal<this, IEnded>(this);
   private readonly _silences = new Map<string, ReturnType<typeof setTimeout>>();
   /** Kernels that are looked at because they were heard. */

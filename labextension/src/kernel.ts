@@ -75,6 +75,8 @@ export class KernelModel {
   due: { plan: Plan; at: number } | null = null;
   /** A verb that was requested here and that the server has not begun yet. */
   requested: Verb | null = null;
+  /** The job of a verb that the server has accepted, until an event of it comes. */
+  accepted: IJob | null = null;
   /** The job that suspends or checkpoints the kernel when its cells have finished. */
   waiting: IJob | null = null;
   /** The kernel's place in the queue for a GPU, as of `at` (seconds since the epoch). */
@@ -137,8 +139,13 @@ export class KernelModel {
       this.hostBytes = document.host_bytes;
       this.children = document.children ?? [];
     }
-    if (document.progress === null) {
+    const verb = this._offGpu ? undefined : VERBS[document.state]; // others decide when it comes back to a GPU
+    if (document.progress === null || verb === undefined) {
       this.progress = null;
+    } else {
+      const begun = { verb, step: '', fraction: 0, bytes: null, expected: 0, began: document.since ?? now };
+      const known = this.progress?.verb === verb ? this.progress : begun;
+      this.progress = { ...known, fraction: Math.max(known.fraction, document.progress) };
     }
   }
 
@@ -176,7 +183,7 @@ export class KernelModel {
         this.since = now;
         this.image = event.image;
         this.checkpointable = true;
-        this.requested = this.waiting = this.due = null;
+        this.requested = this.accepted = this.waiting = this.due = null;
         const verb = this._offGpu ? undefined : VERBS[event.state]; // others decide when it comes back to a GPU
         if (verb !== undefined) {
           this.progress = { verb, step: '', fraction: 0, bytes: null, expected: 0, began: now };
@@ -207,7 +214,7 @@ export class KernelModel {
         return null;
       case 'failure':
         this.failure = event;
-        this.requested = this.waiting = null;
+        this.requested = this.accepted = this.waiting = null;
         return { verb: event.verb, seconds: 0, freed: 0, failure: event };
       case 'protection':
         this.protect(event.protected_until, now);

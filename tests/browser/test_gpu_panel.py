@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from desktop import BADGE, lab, write_notebook
 from fake_gpus import CONFIG, GIB, GPU
@@ -53,6 +55,11 @@ def test_the_panel_shows_the_device_memory_of_each_kernel_and_frees_it(tab):
     assert panel.locator("rect.jp-mod-share0").count() == 1
     assert panel.locator(".jp-gpuCkpt-sparkline polyline").get_attribute("points")
     tab.picture("gpu-panel")
+    listing = re.compile(r"/gpu-ckpt/kernels(\?|$)")
+    tab.page.route(listing, lambda route: route.fulfill(status=503, json={"message": "Too busy."}))
+    panel.get_by_text("Free memory").click()
+    tab.toast("No memory was freed on .* Too busy.")
+    tab.page.unroute(listing)
     panel.get_by_text("Free memory").click()
     tab.page.locator(".jp-Dialog", has_text="frees 2.0 GiB").wait_for()
     tab.page.locator(".jp-Dialog .jp-mod-accept").click()

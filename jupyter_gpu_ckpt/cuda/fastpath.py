@@ -95,7 +95,7 @@ _GATE_CLOSED, _GATE_LEASED = 2, 4
 #: Says that a kernel shares GPUs (`memory_wait.c`).
 _SHARES_VARIABLE = "JUPYTER_GPU_CKPT_SHARES_GPUS"
 #: Version of the protocol on that socket (`control.c`).
-_VERSION = 4
+_VERSION = 5
 #: Seconds that the launch gate may be leased at the most.
 _LONGEST_LEASE = 86400.0
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).

@@ -26,6 +26,7 @@ static struct {
 static pthread_cond_t goes_on = PTHREAD_COND_INITIALIZER;
 static struct {
     char function[48];
+    long before; /* calls that do not wait */
     bool begun, waits;
 } stop;
 
@@ -58,7 +59,7 @@ CUresult entered(const char *function)
         if (fault.seen == fault.nth || (fault.lasting && fault.seen > fault.nth))
             result = fault.result;
     }
-    if (strcmp(stop.function, function) == 0 && !stop.begun) {
+    if (strcmp(stop.function, function) == 0 && !stop.begun && stop.before-- == 0) {
         stop.begun = stop.waits = true; /* one call */
         while (stop.waits)
             pthread_cond_wait(&goes_on, &mutex);
@@ -67,13 +68,16 @@ CUresult entered(const char *function)
     return result;
 }
 
-EXPORT void double_stop(const char *function)
+EXPORT void double_stop_after(const char *function, long calls)
 {
     pthread_mutex_lock(&mutex);
     snprintf(stop.function, sizeof stop.function, "%s", function);
+    stop.before = calls;
     stop.begun = false;
     pthread_mutex_unlock(&mutex);
 }
+
+EXPORT void double_stop(const char *function) { double_stop_after(function, 0); }
 
 EXPORT bool double_waits(void)
 {

@@ -120,7 +120,7 @@ class FakeDriver:
 
     def free(self, uuid: str) -> int:
         """Free bytes on one GPU."""
-        return self.gpus[uuid] - sum(p.memory.get(uuid, 0) for p in self.processes.values() if p.on_gpu)
+        return max(0, self.gpus[uuid] - sum(p.memory.get(uuid, 0) for p in self.processes.values() if p.on_gpu))
 
     # -- as helper_client.Helper --
 

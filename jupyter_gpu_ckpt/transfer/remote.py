@@ -213,19 +213,39 @@ class Remote:
 
         The remote image is claimed first and removed afterwards.  ``keep``: it is only copied, and the caller answers
         for restoring one of the two.  Raises what `Store.check` raises, `ImageBusy` when another host has claimed it or
-        another process here pulls it, `ImageNotFound`, `NoSpace`.
+        another process here pulls it, `ImageNotFound`, `NoSpace`; `RemoteFailed` also where the image is here and only
+        the remote one could not be removed, which another pull does.
         """
         store.prepare()
         self.storage.path(id)  # raises for an id that is no name
         target = store.root / id
+        if not keep and os.path.lexists(target) and self._is_moved(id, store):
+            self.remove(id)
+            return store.get(id)
         _require_absent(target)  # before it is claimed
         with self.fetched(id, store, keep=keep, progress=progress) as fetched:
             _require_absent(target)
             fetched.rename(target)
             flush(store.root)
         if not keep:
-            self.remove(id)
+            try:
+                self.remove(id)
+            except RemoteFailed as error:
+                error.left = f"the image {id} is here; what is left of it there can be pulled by no other host"
+                error.hint = "Pull it once more: then the rest is removed."
+                raise
         return store.get(id)
+
+    def _is_moved(self, id: str, store: Store) -> bool:
+        """Return whether an earlier pull of this host has moved the whole image, but for the removal there."""
+        if self._read_claim(id) != _claimant():
+            return False
+        image = store.get(id)
+        with contextlib.suppress(ImageNotFound):  # the manifest goes first
+            if self.manifest(id) != image.manifest:
+                return False
+        store.check(image)
+        return True
 
     @contextlib.contextmanager
     def fetched(self, id: str, store: Store, *, keep: bool = True, progress: Progress | None = None) -> Iterator[Path]:

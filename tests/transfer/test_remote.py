@@ -437,6 +437,20 @@ def test_an_image_that_is_here_already_is_neither_claimed_nor_fetched(near, far,
     assert list((far.root / layout.INCOMING).iterdir()) == []
 
 
+@pytest.mark.parametrize("verb", ["delete", "delete_directory"])
+def test_a_pull_that_could_not_remove_the_remote_image_is_finished_by_the_next(near, far, tmp_path, verb):
+    image, there, remote = directory_with(near, tmp_path)
+    failure = mock.patch.object(remote.storage, verb, side_effect=OSError(5, "Input/output error"))
+    with failure, pytest.raises(RemoteFailed) as caught:
+        remote.pull(image.id, far)
+    assert caught.value.left.startswith(f"the image {image.id} is here")
+    assert [one.id for one in far.images()] == [image.id]
+    with pytest.raises(ImageBusy):
+        remote.pull(image.id, far, keep=True)
+    far.check(remote.pull(image.id, far))
+    assert not there.exists()
+
+
 def test_a_claim_that_a_full_disk_cut_off_is_none(near, far, tmp_path, monkeypatch):
     image, _, remote = directory_with(near, tmp_path)
     real = remote.storage.fs.open

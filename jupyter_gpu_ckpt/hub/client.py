@@ -22,6 +22,10 @@ from ..units import size
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _LONGEST_DRAIN = 24 * 3600.0
 _REQUEST = 20.0
+#: Kernels of one server: the hub keeps what became of each.
+_MOST_KERNELS = 1000
+#: Those of them that a log or a page names, at most.
+MOST_SHOWN = 20
 #: Seconds for which a token of `server_token` is valid.
 TOKEN_SECONDS = 3600
 
@@ -47,13 +51,21 @@ class Outcome:
         """Return a text for a log or the spawn page: codes and hints, nothing that the user wrote."""
         if self.drained:
             return f"{len(self.kernels)} kernels asleep, {size(sum(kernel.bytes for kernel in self.kernels))}"
-        failed = (kernel for kernel in self.kernels if kernel.code is not None)
-        return "; ".join(f"kernel {kernel.kernel_id}: {kernel.code} ({kernel.hint})" for kernel in failed)
+        shown = [f"kernel {kernel.kernel_id}: {kernel.code} ({kernel.hint})" for kernel in self.failed[:MOST_SHOWN]]
+        more = len(self.failed) - len(shown)
+        return "; ".join([*shown, *([f"and {more} more"] if more else [])])
+
+    @property
+    def failed(self) -> list[KernelOutcome]:
+        """Return the kernels without a verified image."""
+        return [kernel for kernel in self.kernels if kernel.code is not None]
 
 
 def _outcome(result: Any) -> Outcome:
     """Parse a result.  It is not trusted: a server runs its user's code, and this is logged and shown on pages."""
     with _understood("reply to the drain"):
+        if len(result["kernels"]) > _MOST_KERNELS:
+            raise ValueError("more kernels than a server has")
         return Outcome(
             result["drained"] is True,
             tuple(

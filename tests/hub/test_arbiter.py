@@ -12,6 +12,7 @@ from small_server import BUSY, DRAINED, Double
 from jupyter_gpu_ckpt.errors import ServerRefused, ServerSilent
 from jupyter_gpu_ckpt.hub.client import ServerClient
 from jupyter_gpu_ckpt.hub.cull_arbiter import Arbiter, _owner
+from jupyter_gpu_ckpt.hub.spawner import notes
 
 HOUR = 3600.0
 
@@ -242,6 +243,16 @@ async def test_what_a_server_says_forges_no_line_of_a_log(double):
     assert not await ask(arbiter, HOUR)
     assert arbiter.refusals["/user/ann/"].isprintable()
     assert len(arbiter.refusals["/user/ann/"]) < 500
+
+
+async def test_a_server_with_countless_kernels_fills_neither_a_log_nor_the_hub(double):
+    double.result = {"drained": False, "kernels": BUSY["kernels"] * 500}
+    outcome = await ServerClient(double.url + "/user/ann/", "t").drain()
+    assert str(outcome).endswith("; and 480 more")
+    assert len(notes(outcome)) == 21 and "480 more" in notes(outcome)[-1]
+    double.result["kernels"] *= 3
+    with pytest.raises(ServerRefused):
+        await ServerClient(double.url + "/user/ann/", "t").drain()
 
 
 async def test_no_server_can_delay_its_end_for_ever(double):

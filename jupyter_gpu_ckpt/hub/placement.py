@@ -20,7 +20,9 @@ to another node; the checked form allows a scheduler neither options nor operato
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import stat
 import threading
 import weakref
@@ -38,6 +40,8 @@ from ..errors import GpuCkptError, ImageFormat
 from ..node.requirements import FILE, MOST_BYTES, VARIABLE, NodeChoice, parse, plan
 from . import kubernetes, slurm, spawn_messages
 
+#: Seconds for the end of a command that was killed.
+_KILLED = 1.0
 _STAYS = "They stay saved, nothing is lost, and they wake on a node like that."
 
 
@@ -160,12 +164,18 @@ class Placement(LoggingConfigurable):
 
     async def _slurm(self, spawner: Any, choice: NodeChoice, now: Callable[[str], Any]) -> Changes:
         process = await asyncio.create_subprocess_exec(
-            *self.sinfo, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+            *self.sinfo,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
         )
         try:
             output, _ = await process.communicate()
         except asyncio.CancelledError:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its children, too, which keep the pipe open
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(process.wait(), _KILLED)
             raise
         if process.returncode != 0:
             raise OSError(f"{self.sinfo[0]} ended with status {process.returncode}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from harness import until
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.errors import ImageFormat
 from jupyter_gpu_ckpt.hub import placement
 from jupyter_gpu_ckpt.hub.placement import Placement
@@ -185,6 +188,21 @@ async def test_a_scheduler_that_does_not_answer_keeps_no_server_from_starting(pu
     assert (spawner.req_gres, spawner.req_options) == ("gpu:1", "")
     (message,) = await messages(spawner)
     assert "you get any. They stay saved" in message
+
+
+async def test_nothing_is_left_of_a_scheduler_that_does_not_answer(published, tmp_path):
+    publish(published, ON_GPU)
+    command = ["sh", "-c", f"sleep 1000 & echo $! >{tmp_path}/made && mv {tmp_path}/made {tmp_path}/child; wait"]
+    start = asyncio.create_task(hook(published, sinfo=command, timeout=60.0)(slurm()))
+    await until((tmp_path / "child").exists)
+    start.cancel()
+    await asyncio.wait({start})
+    child = int((tmp_path / "child").read_text())
+    try:
+        await until(lambda: procfs.is_ending(child))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 async def test_what_is_published_and_no_publication_keeps_no_server_from_starting(published):

@@ -103,7 +103,12 @@ class Remote:
 
     def manifest(self, id: str) -> Manifest:
         """Return the manifest of an image there, not verified.  Raises `ImageNotFound`, `ImageFormat`."""
-        manifest = Manifest.from_json(self.storage.read_small(id, MANIFEST, MOST_BYTES), id)
+        try:
+            manifest = Manifest.from_json(self.storage.read_small(id, MANIFEST, MOST_BYTES), id)
+        except RemoteFailed as error:
+            if error.details["kind"] != PermissionError.__name__:
+                raise
+            raise ImageNotFound(f"Image {id!r} there may not be read by you.", image=id) from error
         if manifest.id != id:
             raise ImageFormat(f"The manifest in {id!r} is that of {manifest.id!r}.", image=id)
         return manifest

@@ -59,8 +59,8 @@ class Storage:
     def read_small(self, id: str, name: str, most: int) -> bytes:
         """Return the content of a file of ``most`` bytes at most.
 
-        Raises `ImageNotFound` where there is none for this user, `ImageFormat` for a larger one or another kind of
-        file, `RemoteFailed`.
+        Raises `ImageNotFound` where there is none, `ImageFormat` for a larger one or another kind of file,
+        `RemoteFailed`.
         """
         with mapped_errors():
             try:
@@ -70,8 +70,6 @@ class Storage:
                 return self.read(id, name, most)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise ImageNotFound(f"There is no image {id!r} there.", image=id) from error
-            except PermissionError as error:
-                raise ImageNotFound(f"Image {id!r} there may not be read by you.", image=id) from error
 
     def path(self, id: str, name: str = "") -> str:
         """Return the path of an image's directory, or of its file ``name``, as fsspec takes it."""

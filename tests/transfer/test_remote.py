@@ -451,6 +451,17 @@ def test_a_pull_that_could_not_remove_the_remote_image_is_finished_by_the_next(n
     assert not there.exists()
 
 
+def test_parts_with_a_claim_that_may_not_be_read_are_anothers(near, tmp_path, monkeypatch):
+    image, remote = publish(near), Remote(f"file://{tmp_path}/shared")
+    remote.send(image, token="another's")
+    sent = remote.storage.sizes(image.id)
+    refused = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+    with monkeypatch.context() as patch, pytest.raises(RemoteFailed):
+        patch.setattr(storage_module, "_read_plain", refused)
+        remote.discard(image.id, "mine")
+    assert remote.storage.sizes(image.id) == sent
+
+
 def test_a_claim_that_a_full_disk_cut_off_is_none(near, far, tmp_path, monkeypatch):
     image, _, remote = directory_with(near, tmp_path)
     real = remote.storage.fs.open

@@ -55,8 +55,8 @@ class Arbiter:
         self._token = token
         self._drains: dict[str, asyncio.Task[Outcome]] = {}
         self._requests: dict[str, _OwnRequests] = {}
-        #: The token of each server, and when it is to be replaced (`time.monotonic`).
-        self._tokens: dict[str, tuple[str, float]] = {}
+        #: The request for the token of each server, and when it is to be replaced (`time.monotonic`).
+        self._tokens: dict[str, tuple[asyncio.Task[str], float]] = {}
 
     async def __call__(
         self, *, inactive: timedelta | None, inactive_limit: float, server: dict[str, Any], **_: Any
@@ -99,9 +99,10 @@ class Arbiter:
         if path not in self._tokens:
             base, user, name = _owner(path, server["name"])
             own = self._token or os.environ["JUPYTERHUB_API_TOKEN"]
-            token = await server_token(f"{self.proxy_url}{base}hub", own, user, name)
-            self._tokens[path] = token, now + TOKEN_SECONDS / 2
-        return ServerClient(self.proxy_url + path, self._tokens[path][0])
+            request = asyncio.create_task(server_token(f"{self.proxy_url}{base}hub", own, user, name))
+            self._tokens[path] = request, now + TOKEN_SECONDS / 2
+        # A drain and a question may wait for the same token.
+        return ServerClient(self.proxy_url + path, await asyncio.shield(self._tokens[path][0]))
 
     async def _last_used(self, server: dict[str, Any], inactive: timedelta) -> float | None:
         """Return when the server was last used by others, in seconds since the epoch; None if that is unknown."""

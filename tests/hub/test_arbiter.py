@@ -63,6 +63,13 @@ async def test_a_server_gets_a_token_for_itself_and_never_the_cullers_own(double
     assert 0 < seconds <= 24 * HOUR
 
 
+async def test_requests_at_the_same_time_share_a_token(double):
+    arbiter = Arbiter(double.url, "t")
+    server = {"url": "/user/ann/", "name": ""}
+    await asyncio.gather(*(arbiter._client(server) for _ in range(3)))
+    assert len(double.made) == 1
+
+
 async def test_a_culler_that_may_make_no_tokens_says_which_scope_it_lacks(double):
     double.hub_status = 403
     arbiter = Arbiter(double.url, "t")

@@ -186,5 +186,5 @@ export function addCommands(
 }
 
 export function isProtected(kernel: KernelModel): boolean {
-  return (kernel.policy?.protected_s ?? 0) > 0;
+  return kernel.protectedFor(Date.now() / 1000) > 0;
 }

@@ -152,6 +152,7 @@ export class KernelModel {
   /** What the idle policy will do, as the server says at `now` (seconds). */
   plan(policy: IOutlook | null, now: number): void {
     this.policy = policy;
+    this._protectedUntil = now + (policy?.protected_s ?? 0);
     this.due =
       policy?.imminent && policy.next !== null && policy.next_in_s !== null
         ? { plan: policy.next, at: now + policy.next_in_s }
@@ -164,11 +165,15 @@ export class KernelModel {
     this._refusals = [failure, ...others].slice(0, REMEMBERED);
   }
 
-  /** No policy touches the kernel until then; null: it may.  Both in seconds. */
-  protect(until: number | null, now: number): void {
-    const none = { idle_s: 0, under_way: null, next: null, next_in_s: null, imminent: false, protected_s: 0 };
-    this.policy = { ...(this.policy ?? none), protected_s: until === null ? 0 : Math.max(0, until - now) };
+  /** No policy touches the kernel until then (seconds since the epoch); null: it may. */
+  protect(until: number | null): void {
+    this._protectedUntil = until ?? 0;
     this.due = until === null ? this.due : null;
+  }
+
+  /** Seconds from `now` on for which no policy touches the kernel. */
+  protectedFor(now: number): number {
+    return Math.max(0, this._protectedUntil - now);
   }
 
   /** Move on by an event at `now` (seconds); what ended with it, if something did. */
@@ -217,7 +222,7 @@ export class KernelModel {
         this.requested = this.accepted = this.waiting = null;
         return { verb: event.verb, seconds: 0, freed: 0, failure: event };
       case 'protection':
-        this.protect(event.protected_until, now);
+        this.protect(event.protected_until);
         return null;
       case 'plan':
         this.due =
@@ -233,6 +238,7 @@ export class KernelModel {
 
   /** Whether it runs cells while its device memory is off the GPU. */
   private _offGpu = false;
+  private _protectedUntil = 0;
   private _recorded: IRecord[] = [];
   private _refusals: IRecord[] = [];
 }

@@ -223,7 +223,7 @@ export class Kernels {
   /** Put what the server said of a protection where the document would have it. */
   protected(id: string, until: number | null): void {
     const model = this.get(id);
-    model.protect(until, this._now() / 1000);
+    model.protect(until);
     this._changed.emit(model);
   }
 
@@ -365,13 +365,15 @@ export class Kernels {
     setTimeout(() => void look(), after);
   }
 
-  /** Request the kernel if nothing is heard of it while a verb is under way, or waits. */
+  /** Request the kernel if nothing is heard of it while a verb is under way, or waits, or after one was due. */
   private _attend(model: KernelModel): void {
     const { id } = model;
     clearTimeout(this._silences.get(id));
     this._silences.delete(id);
-    if (model.becoming || model.waiting !== null) {
-      const silence = model.phase === 'off_gpu' || model.queued !== null ? PLACE : SILENCE;
+    const until = model.becoming || model.waiting !== null ? 0 : model.due && 1000 * model.due.at - this._now();
+    if (until !== null) {
+      const isQueued = model.phase === 'off_gpu' || model.queued !== null;
+      const silence = Math.max(0, until) + (isQueued ? PLACE : SILENCE);
       const look = () => {
         if (this._models.get(id) !== model) {
           return;

@@ -190,9 +190,9 @@ test('a protection is kept as the seconds that are left', async () => {
   kernels.get('a');
   await pass();
   kernels.protected('a', Date.now() / 1000 + 60);
-  expect(kernels.get('a').policy?.protected_s).toBeCloseTo(60, 0);
+  expect(kernels.get('a').protectedFor(Date.now() / 1000)).toBeCloseTo(60, 0);
   kernels.protected('a', null);
-  expect(kernels.get('a').policy?.protected_s).toBe(0);
+  expect(kernels.get('a').protectedFor(Date.now() / 1000)).toBe(0);
 });
 
 test('an event right after a doubt does not take the place of the look', async () => {
@@ -252,9 +252,9 @@ test('a protection that was set elsewhere is known by its event', async () => {
   kernels.get('a');
   await pass();
   kernels.receive({ kind: 'protection', kernel_id: 'a', protected_until: Date.now() / 1000 + 60 });
-  expect(kernels.get('a').policy?.protected_s).toBeCloseTo(60, 0);
+  expect(kernels.get('a').protectedFor(Date.now() / 1000)).toBeCloseTo(60, 0);
   kernels.receive({ kind: 'protection', kernel_id: 'a', protected_until: null });
-  expect(kernels.get('a').policy?.protected_s).toBe(0);
+  expect(kernels.get('a').protectedFor(Date.now() / 1000)).toBe(0);
 });
 
 describe('a kernel that prints', () => {
@@ -425,4 +425,15 @@ test('a verb that was under way when the page was loaded is as far as the server
   const step = { kind: 'step' as const, kernel_id: 'a', verb: 'checkpoint' as const, step: 'dump', expected_bytes: 2 };
   kernels.receive({ ...step, status: 'running', fraction: 0.6, bytes: 1 });
   expect(model.progress?.fraction).toBe(0.6);
+});
+
+test('a countdown whose end brings no event is looked after', async () => {
+  kernels.get('a');
+  await pass();
+  kernels.receive({ kind: 'plan', kernel_id: 'a', next: 'suspend', due_in_s: 45 });
+  server.there.set('a', kernelDocument('a', { state: 'suspended' }));
+  await pass(46_000);
+  expect(kernels.get('a').phase).toBe('running');
+  await pass(11_000);
+  expect(kernels.get('a').phase).toBe('suspended');
 });

@@ -42,10 +42,13 @@ def test_the_badge_says_what_is_held_and_what_was_freed(tab):
     tab.wait_for_phase("suspended")
     tab.toast("suspended: 2.0 GiB of GPU memory freed")
     assert tab.badge == "asleep, 2.0 GiB freed"
+    live = lambda: tab.page.locator(BADGE).first.get_attribute("aria-live")  # noqa: E731
+    assert live() == "polite"
     tab.run(1)
     tab.wait_for_output(1, "42")
     tab.page.locator(BADGE, has_text="2.0 GiB").wait_for()
     assert tab.badge == "2.0 GiB"
+    assert live() == "off"  # a screen reader would read each change aloud
 
 
 def test_the_panel_shows_the_device_memory_of_each_kernel_and_frees_it(tab):

@@ -423,8 +423,9 @@ class GpuSharing:
 
         def wait(participant: Participant) -> Participant:
             wanted = self._more(tuple(needs.values())) if more else tuple(needs.values())
-            changed = replace(participant, gpus=gpus, needs=wanted, residence=Residence.AWAY, arrives_early=early)
-            return replace(changed, on=(), resident=())
+            changed = replace(participant, gpus=gpus, needs=wanted, residence=Residence.AWAY, on=(), resident=())
+            # What an allocation wants has to be free when that is tried again, at once after the return.
+            return replace(changed, arrives_early=early and wanted == tuple(needs.values()))
 
         try:
             self._member.update(wait)

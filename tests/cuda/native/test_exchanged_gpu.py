@@ -69,6 +69,10 @@ class OnSharedDevice(FakeProcess):
     def memory(self, _) -> None:
         pass
 
+    @property
+    def there(self):
+        return self.memory
+
 
 class Places:
     """Two notebooks with all their memory: ``one`` off the GPU, ``two`` on it."""

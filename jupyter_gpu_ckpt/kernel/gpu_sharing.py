@@ -479,7 +479,7 @@ class GpuSharing:
             self._member.update(lambda p: _timed(p.arrived(now)))
 
     def frees(self, begun: bool) -> None:
-        """Show whether the kernel's memory becomes free bit by bit from now on, for whoever is next."""
+        """Show whether the kernel's memory becomes free bit by bit from now on, for the next kernel."""
         with contextlib.suppress(OSError):  # then nobody comes early
             self._member.update(lambda p: replace(p, frees=begun and p.residence is Residence.LEAVING))
 

@@ -1,4 +1,4 @@
-"""What the library has moved, in the accounts of the driver's fake: which sees only what tests have given a process."""
+"""Count what the library has moved in the driver's fake, which knows only what tests have given a process."""
 
 from __future__ import annotations
 

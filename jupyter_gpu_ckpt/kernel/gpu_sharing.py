@@ -423,8 +423,9 @@ class GpuSharing:
 
         def wait(participant: Participant) -> Participant:
             wanted = self._more(tuple(needs.values())) if more else tuple(needs.values())
-            changed = replace(participant, gpus=gpus, needs=wanted, residence=Residence.AWAY, arrives_early=early)
-            return replace(changed, on=(), resident=())
+            changed = replace(participant, gpus=gpus, needs=wanted, residence=Residence.AWAY, on=(), resident=())
+            # What an allocation wants has to be free when that is tried again, at once after the return.
+            return replace(changed, arrives_early=early and wanted == tuple(needs.values()))
 
         try:
             self._member.update(wait)
@@ -478,7 +479,7 @@ class GpuSharing:
             self._member.update(lambda p: _timed(p.arrived(now)))
 
     def frees(self, begun: bool) -> None:
-        """Show whether the kernel's memory becomes free bit by bit from now on, for whoever is next."""
+        """Show whether the kernel's memory becomes free bit by bit from now on, for the next kernel."""
         with contextlib.suppress(OSError):  # then nobody comes early
             self._member.update(lambda p: replace(p, frees=begun and p.residence is Residence.LEAVING))
 

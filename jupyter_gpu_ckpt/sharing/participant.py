@@ -126,7 +126,7 @@ class Participant:
     def cell_ended(self, now: float) -> Participant:
         """Record that the cell ended or was interrupted: its turn, or its place in the queue, is given back."""
         after = replace(self._turn_ended(now), waiting_since=None, used_before={}, turns=0)
-        return replace(after, idle_since=now)
+        return replace(after, idle_since=now, arrives_early=False)
 
     def grew(self, needs: tuple[int, ...]) -> Participant:
         """Record that the kernel needs so much memory now.  On the GPU it occupies that much when it was granted."""
@@ -157,7 +157,7 @@ class Participant:
     def arrived(self, now: float) -> Participant:
         """Record that its memory is on the GPU; its turn counts from here."""
         turn = replace(self.turn, since=now) if self.turn is not None else None
-        return self._moved(replace(self, residence=Residence.PRESENT, turn=turn), now)
+        return self._moved(replace(self, residence=Residence.PRESENT, turn=turn, arrives_early=False), now)
 
     def leaving(self, now: float, used: Mapping[str, float]) -> Participant:
         """Record that the suspend began.  In the middle of a cell that ends the turn, and the cell waits again.

@@ -1,7 +1,7 @@
 """Two notebooks that change places on a GPU which has memory for one: the one comes while the other one leaves.
 
-Their allocations are of one device of the driver's double; the leaver's driver stops in the middle, so that whoever
-waited for its end would wait for ever.
+Their allocations are of one device of the driver's double; the leaver's driver stops in the middle, so that a
+kernel that waited for its end would wait for ever.
 """
 
 from __future__ import annotations
@@ -68,6 +68,10 @@ class OnSharedDevice(FakeProcess):
     @memory.setter
     def memory(self, _) -> None:
         pass
+
+    @property
+    def there(self):
+        return self.memory
 
 
 class Places:

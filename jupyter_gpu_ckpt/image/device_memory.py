@@ -129,8 +129,13 @@ def write_ahead(extents: int, directory: Path, cached: dict[str, FileEntry], sto
 def begin_read(
     extents: int, size: int, directory: Path, chunks: Mapping[str, FileEntry], codec: Codec
 ) -> BackgroundTask:
-    """Begin to read ``chunks`` into the empty directory ``extents``; chunks that are not listed are zeros."""
-    target = path(extents)
+    """Begin to read ``chunks`` into the empty directory ``extents``, which the caller closes.
+
+    Chunks that are not listed are zeros.  Raises `OSError` when no descriptor is left, `RuntimeError` when no thread
+    can be started.
+    """
+    own = os.dup(extents)
+    target = path(own)
 
     def read_all(check_cancelled: Callable[[], None]) -> None:
         def read(name: str, chunk: memoryview) -> None:
@@ -143,9 +148,16 @@ def begin_read(
                 raise ImageDamaged("The image is damaged: device memory.", files=[layout.device_file(name)])
             direct_io.write(target / name, chunk, len(chunk), size=len(chunk))
 
-        _each(size, read, _DEPTH)
+        try:
+            _each(size, read, _DEPTH)
+        finally:
+            os.close(own)
 
-    return BackgroundTask("gpu-ckpt-device", read_all)
+    try:
+        return BackgroundTask("gpu-ckpt-device", read_all)
+    except BaseException:
+        os.close(own)
+        raise
 
 
 def path(extents: int) -> Path:

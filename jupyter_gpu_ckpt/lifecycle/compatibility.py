@@ -23,11 +23,13 @@ def mismatches(
     *,
     accept_changed_files: bool = False,
     gpu_map: Mapping[str, str] | None = None,
+    read: int = 0,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> list[Mismatch]:
     """Return what this node lacks of the node that made the image.  GPUs are inspected only if the image needs them.
 
-    Files whose identity has changed are read, which may take long; after ``cancelled`` the result means nothing.
+    ``read``: bytes of the image for which host memory is in use already.  Files whose identity has changed are read,
+    which may take long; after ``cancelled`` the result means nothing.
     Raises `CudaError`; `BadRequest` for a ``gpu_map`` with an unknown GPU.
     """
     wanted, free = manifest.fingerprint, store.free()
@@ -40,7 +42,7 @@ def mismatches(
         wanted,
         criu=criu_version,
         gpus=present,
-        memory=available_memory(),
+        memory=available_memory() + read,
         disk=free,
         hashes=store.hashes,
         cancelled=cancelled,

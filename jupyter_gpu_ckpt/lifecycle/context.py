@@ -428,8 +428,6 @@ class Attempt:
     #: The capsule that is being filled; `KernelState.capsule` once the kernel is in it.
     restoring: Capsule | None = None
     device_read: BackgroundTask | None = None
-    #: Of that task; closed, it is ended.
-    reading: ExitStack = field(default_factory=ExitStack)
     #: Whether the kernel runs without its children (`Capsule.attach_kernel`).
     alone: bool = False
     #: Of the branches of an image, to be restored (`branch.turn_to_restore`).

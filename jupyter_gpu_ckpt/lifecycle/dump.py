@@ -106,6 +106,8 @@ def dump(attempt: Attempt) -> None:
         cuda_processes.drop_zero_pages(kernel)
     bytes = host_memory.resident(kernel)  # device memory is host memory by now
     attempt.clocks = kernel.require_capsule().clocks()
+    if attempt.next_image is not None:
+        _begin_to_go_back(kernel, attempt.next_image)
     needed = _needed(kernel, bytes)
     over, pause, evicted, tries = time.monotonic() + kernel.settings.pipes, 0.1, False, 1
     while True:
@@ -140,6 +142,13 @@ def dump(attempt: Attempt) -> None:
             kernel.cancellation.wait(pause * jitter, Reason.DETACH)
             kernel.cancellation.check()
             pause = min(2 * pause, 3.0)
+
+
+def _begin_to_go_back(kernel: KernelState, image: Image) -> None:
+    """Begin to make the capsule for the way back, and to read the image's device memory into it."""
+    create = functools.partial(kernel.home.create_capsule, image, beside=True)
+    with contextlib.suppress(RuntimeError):  # there are no more threads: it is made when it is needed
+        kernel.ahead = CapsuleAhead(image, create, functools.partial(host_memory.begin_read_ahead, kernel, image))
 
 
 def _suspend_warm(kernel: KernelState) -> None:
@@ -423,10 +432,6 @@ def write_ahead(kernel: KernelState) -> None:
 def publish(attempt: Attempt) -> None:
     """Write the manifest and make the draft an image, in which the kernel will sleep."""
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
-    if attempt.next_image is not None:
-        with contextlib.suppress(RuntimeError):  # there are no more threads: it is made when it is needed
-            create = functools.partial(kernel.home.create_capsule, attempt.next_image, beside=True)
-            kernel.ahead = CapsuleAhead(attempt.next_image, create)
     kernel.image = _published(attempt, claim_pid=capsule.host_pid, keep_fd=capsule.keep_fd)
     kernel.generation = kernel.image.manifest.generation
     host_memory.discard_chunks(kernel)
@@ -562,7 +567,7 @@ def _sockets(attempt: Attempt) -> list[dict[str, Any]]:
 def end_process(attempt: Attempt) -> None:
     """End the process, after a dump or as the undo of a restore."""
     kernel = attempt.kernel
-    attempt.reading.close()
+    host_memory.end_read(attempt)  # of a restore that is undone
     try:
         if kernel.capsule is not None:
             pids = kernel.capsule.processes()

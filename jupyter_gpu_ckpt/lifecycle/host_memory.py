@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from pathlib import Path
 
 from ..capsule.capsule import Capsule
 from ..errors import NoMemory
 from ..files.disk import mapped_errors
-from ..image import chunk_cache, spill
+from ..image import chunk_cache, device_memory, layout, spill
+from ..image.background_task import BackgroundTask
+from ..image.image import Image
+from ..image.manifest import Manifest
 from ..units import size
 from . import cuda_processes
 from .context import Attempt, KernelState, Reason
@@ -100,6 +104,45 @@ def begin_mirror(kernel: KernelState) -> bool:
     return bool(fast_path.begin_mirror().mirrors)
 
 
+def begin_read(
+    kernel: KernelState,
+    manifest: Manifest,
+    capsule: Capsule,
+    directory: Path,
+    codec: device_memory.Codec,
+    target: Path | None = None,
+) -> BackgroundTask:
+    """Begin to read an image's device memory, which is in ``directory``, into a capsule's host memory or ``target``.
+
+    Raises as `FastPath.create_extents`, and `RuntimeError` where no thread can be started.
+    """
+    extents = kernel.fast_path(capsule).create_extents(target)
+    try:
+        chunks = device_memory.entries(manifest)
+        return device_memory.begin_read(extents, manifest.swapped_bytes, directory, chunks, codec)
+    finally:
+        os.close(extents)
+
+
+def begin_read_ahead(kernel: KernelState, image: Image, capsule: Capsule) -> BackgroundTask | None:
+    """Begin to read an image's device memory while the kernel's own is in host memory, too.  Raises as `begin_read`.
+
+    None if memory would be short then, for an encrypted image, and for one without device memory.
+    """
+    bytes = image.manifest.swapped_bytes
+    if not bytes or image.manifest.encryption or (available_memory() - bytes) * _SPARE < all_memory():
+        return None
+    directory = image.path / layout.CRIU / layout.DEVICE
+    return begin_read(kernel, image.manifest, capsule, directory, device_memory.Codec())
+
+
+def end_read(attempt: Attempt) -> None:
+    """Read no more device memory for a restore.  Never raises."""
+    reading, attempt.device_read = attempt.device_read, None
+    if reading is not None:
+        reading.cancel(wait_for_end=True)
+
+
 def require_read(attempt: Attempt) -> None:
     """Wait until device memory is read from the image: before that nothing may be swapped in.
 
@@ -117,7 +160,6 @@ def require_read(attempt: Attempt) -> None:
             raise
         finally:
             attempt.device_read = None
-            attempt.reading.close()
     if not complete:
         kernel.cancellation.check(Reason.NONE)
 

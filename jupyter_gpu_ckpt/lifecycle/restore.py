@@ -130,7 +130,7 @@ def _settled(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
 
 
 def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
-    engine, cancellation = attempt.kernel.engine, attempt.kernel.cancellation
+    engine, cancellation, ahead = attempt.kernel.engine, attempt.kernel.cancellation, attempt.kernel.ahead
     found = compatibility.mismatches(
         image.manifest,
         engine.store,
@@ -138,6 +138,7 @@ def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
         engine.criu_version,
         accept_changed_files=accept,
         gpu_map=attempt.gpu_map,
+        read=image.manifest.swapped_bytes if ahead is not None and ahead.reading is not None else 0,
         cancelled=lambda: cancellation.reason >= Reason.DETACH,
     )
     cancellation.check()
@@ -176,6 +177,7 @@ def _criu_restore(attempt: Attempt) -> None:
         raise RuntimeDirectory(f"{home.runtime_dir} cannot be written: {error.strerror}.") from error
     ahead, kernel.ahead = kernel.ahead, None
     capsule = (ahead.claim(kernel.image) if ahead is not None else None) or home.create_capsule(kernel.image)
+    attempt.device_read = ahead.reading if ahead is not None else None
     # Until the image is needed no more: a child may change files that it has open, and the next try would find them so.
     alone = not attempt.needs_children and _serves_clients(manifest, home)
     attempt.restoring = capsule  # from here on `terminate` ends it; if that was called before, the check notices
@@ -186,10 +188,10 @@ def _criu_restore(attempt: Attempt) -> None:
             _files_put_back(attempt, files),
             shared_chunks.whole(kernel.engine.store.root, files.criu_directory) as whole,
             _criu_directory(attempt, whole) as directory,
-            _device_memory_read(attempt, capsule, files),
             links.ghosts_removed(files.criu_directory, layout.mark(kernel.image.path, layout.RESTORING)),
             _closed_after_failure(capsule),
         ):
+            _begin_read(attempt, capsule, files)
             if attempt.databases:
                 capsule.lock_databases(attempt.databases)
             restored = kernel.engine.criu.restore(
@@ -205,6 +207,7 @@ def _criu_restore(attempt: Attempt) -> None:
             )
     except BaseException as error:
         capsule.close()
+        host_memory.end_read(attempt)
         host_memory.end_spill(kernel)
         if isinstance(error, CriuError) and attempt.verification is not None:
             attempt.verification.wait()  # memory that is not what was saved is the cause, if it is damaged
@@ -263,36 +266,25 @@ def _closed_after_failure(capsule: Capsule) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def _device_memory_read(attempt: Attempt, capsule: Capsule, files: Readable) -> Iterator[None]:
-    """Begin to read device memory from the image into the capsule's own memory: CRIU restores the rest in the body.
+def _begin_read(attempt: Attempt, capsule: Capsule, files: Readable) -> None:
+    """Begin to read device memory from the image into the capsule's own memory, unless that has begun.
 
-    The driver does its part after that, and only the swap in waits for the end (`host_memory.require_read`).  After
-    failure of the body nothing is read any more.
+    Only the swap in waits for its end (`host_memory.require_read`), after CRIU and the driver have done their parts.
     """
     kernel = attempt.kernel
     assert kernel.image is not None
     manifest = kernel.image.manifest
     if not manifest.swapped_bytes:
-        yield
         return
-    needed = int(manifest.fingerprint.get("memory", 0))
-    target = None
-    if not files.encrypted:
-        target = host_memory.choose_directory(kernel, capsule, manifest.swapped_bytes, all=needed)
-    attempt.resources.callback(attempt.reading.close)
-    with contextlib.ExitStack() as stack:
-        stack.callback(attempt.reading.close)
-        extents = kernel.fast_path(capsule).create_extents(target)
-        attempt.reading.callback(os.close, extents)
-        attempt.device_read = reading = device_memory.begin_read(
-            extents, manifest.swapped_bytes, files.device_directory, device_memory.entries(manifest), files.codec
+    if attempt.device_read is None:
+        needed, target = int(manifest.fingerprint.get("memory", 0)), None
+        if not files.encrypted:
+            target = host_memory.choose_directory(kernel, capsule, manifest.swapped_bytes, all=needed)
+        attempt.device_read = host_memory.begin_read(
+            kernel, manifest, capsule, files.device_directory, files.codec, target
         )
-        attempt.reading.callback(reading.cancel, wait_for_end=True)
-        if kernel.cancellation.reason >= Reason.DETACH:  # requested before there was something to stop
-            reading.cancel()
-        yield
-        stack.pop_all()
+    if kernel.cancellation.reason >= Reason.DETACH:  # requested before there was something to stop
+        attempt.device_read.cancel()
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from jupyter_gpu_ckpt.image.encryption import PlainDirectory, Vault
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
-from jupyter_gpu_ckpt.lifecycle import host_memory, preflight
+from jupyter_gpu_ckpt.lifecycle import compatibility, host_memory, preflight
 from jupyter_gpu_ckpt.lifecycle.context import Reason
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED
@@ -133,6 +133,54 @@ def test_the_driver_restores_while_device_memory_is_read(kernel, monkeypatch):
     kernel.lifecycle.wake()
     assert seen
     kernel.runs_on()
+
+
+@pytest.mark.parametrize("memory", ["enough for both", "short"])
+def test_a_save_point_is_read_while_the_present_state_is_written(kernel, monkeypatch, memory):
+    """Where host memory has the space for both; what is in use for that is not missing when the image is matched."""
+    lifecycle = kernel.lifecycle
+    monkeypatch.setattr(host_memory, "all_memory", lambda: 0 if memory != "short" else 1 << 60)
+    point = lifecycle.save(SavePoint("one"))
+    count, wanted = len(chunks(point)), point.manifest.fingerprint["memory"]
+    kernel.program.ask("[ctypes.memset(at, 77, size) for at, size in held]")
+    write, order = direct_io.write, []
+
+    def recorded(path, *arguments, **options):
+        is_present = kernel.store.root in path.parents
+        if is_present and memory != "short":
+            until(lambda: order.count("read") == count, "all of the save point is read")
+        write(path, *arguments, **options)
+        order.append("written" if is_present else "read")
+
+    def available() -> int:
+        return (wanted - kernel.blocks // 2) if lifecycle.kernel.ahead is not None and memory != "short" else 1 << 60
+
+    monkeypatch.setattr(direct_io, "write", recorded)
+    monkeypatch.setattr(Store, "may_write_plain", lambda *_: False)  # the disk has nothing that memory has no space for
+    monkeypatch.setattr(compatibility, "available_memory", available)
+    present = lifecycle.back("one")
+    kernel.runs_on()
+    assert order.count("read") == order.count("written") == count
+    assert order == sorted(order, reverse=memory == "short")
+    kernel.store.check(present)
+    monkeypatch.undo()
+    lifecycle.back(present.manifest.save_point["name"])
+    assert kernel.program.ask("all(ctypes.string_at(at, size) == bytes([77]) * size for at, size in held)") is True
+
+
+def test_a_kernel_that_cannot_go_back_reads_no_more_of_the_save_point(kernel, monkeypatch):
+    def fails(*_, **__):
+        until(lambda: kernel.lifecycle.kernel.ahead.reading is not None, "it is being read")
+        raise CriuError("It failed.")
+
+    monkeypatch.setattr(host_memory, "all_memory", lambda: 0)
+    kernel.lifecycle.save(SavePoint("one"))
+    monkeypatch.setattr(kernel.lifecycle.engine.criu, "dump", fails)
+    with pytest.raises(CriuError):
+        kernel.lifecycle.back("one")
+    kernel.runs_on()
+    assert kernel.lifecycle.kernel.ahead is None
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("gpu-ckpt")]
 
 
 def test_a_damaged_chunk_is_not_brought_to_life(kernel):

@@ -106,7 +106,7 @@ def dump(attempt: Attempt) -> None:
         cuda_processes.drop_zero_pages(kernel)
     bytes = host_memory.resident(kernel)  # device memory is host memory by now
     attempt.clocks = kernel.require_capsule().clocks()
-    if attempt.next_image is not None:
+    if attempt.next_image is not None and host_memory.may_read_ahead(attempt.next_image):
         _begin_to_go_back(kernel, attempt.next_image)
     needed = _needed(kernel, bytes)
     over, pause, evicted, tries = time.monotonic() + kernel.settings.pipes, 0.1, False, 1
@@ -145,7 +145,10 @@ def dump(attempt: Attempt) -> None:
 
 
 def _begin_to_go_back(kernel: KernelState, image: Image) -> None:
-    """Begin to make the capsule for the way back, and to read the image's device memory into it."""
+    """Begin to make the capsule for the way back, and to read the image's device memory into it where that may be.
+
+    The kernel's clocks go on from now.
+    """
     create = functools.partial(kernel.home.create_capsule, image, beside=True)
     with contextlib.suppress(RuntimeError):  # there are no more threads: it is made when it is needed
         kernel.ahead = CapsuleAhead(image, create, functools.partial(host_memory.begin_read_ahead, kernel, image))
@@ -432,6 +435,8 @@ def write_ahead(kernel: KernelState) -> None:
 def publish(attempt: Attempt) -> None:
     """Write the manifest and make the draft an image, in which the kernel will sleep."""
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
+    if attempt.next_image is not None and kernel.ahead is None:
+        _begin_to_go_back(kernel, attempt.next_image)
     kernel.image = _published(attempt, claim_pid=capsule.host_pid, keep_fd=capsule.keep_fd)
     kernel.generation = kernel.image.manifest.generation
     host_memory.discard_chunks(kernel)

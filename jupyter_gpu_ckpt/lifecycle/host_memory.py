@@ -124,13 +124,21 @@ def begin_read(
         os.close(extents)
 
 
+def may_read_ahead(image: Image) -> bool:
+    """Return whether an image has device memory that may be read into host memory while a kernel's own is there.
+
+    Not where memory would be short then.  An encrypted image is read when it is decrypted.
+    """
+    bytes = image.manifest.swapped_bytes
+    return bytes > 0 and not image.manifest.encryption and (available_memory() - bytes) * _SPARE >= all_memory()
+
+
 def begin_read_ahead(kernel: KernelState, image: Image, capsule: Capsule) -> BackgroundTask | None:
     """Begin to read an image's device memory while the kernel's own is in host memory, too.  Raises as `begin_read`.
 
-    None if memory would be short then, for an encrypted image, and for one without device memory.
+    None if that may not be.
     """
-    bytes = image.manifest.swapped_bytes
-    if not bytes or image.manifest.encryption or (available_memory() - bytes) * _SPARE < all_memory():
+    if not may_read_ahead(image):
         return None
     directory = image.path / layout.CRIU / layout.DEVICE
     return begin_read(kernel, image.manifest, capsule, directory, device_memory.Codec())

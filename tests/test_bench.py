@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -63,3 +64,27 @@ def test_each_finds_what_it_imports(script):
     code = f"import runpy, sys; sys.path.insert(0, {str(BENCH)!r}); runpy.run_path({str(BENCH / script)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_transfers_to_servers_that_this_machine_lacks_are_left_out(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCH))
+    spec = importlib.util.spec_from_file_location("bench_remote", BENCH / "remote.py")
+    remote = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(remote)
+
+    @contextlib.contextmanager
+    def lacking(_):
+        pytest.skip("no such server")
+        yield {}
+
+    monkeypatch.setattr(remote, "sftp_server", lacking)
+    monkeypatch.setattr(remote, "s3_server", lacking)
+    monkeypatch.setattr(remote, "ROUNDS", 1)
+    monkeypatch.setattr(remote, "LIMIT", 0.0)  # of one mebibyte
+    try:
+        assert remote.main(1) == 0
+    except pytest.skip.Exception:
+        pytest.fail("the benchmark ended with what it lacks")
+    said = capsys.readouterr().out
+    assert said.count("left out: no such server") == 2
+    assert "directory  pull" in said

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
-QUIETLY = Path(__file__).resolve().parents[1] / "scripts" / "quietly"
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+QUIETLY = SCRIPTS / "quietly"
 
 
 def quietly(program: str) -> subprocess.CompletedProcess[str]:
@@ -22,3 +24,17 @@ def test_a_step_that_fails_shows_what_it_printed_and_how_it_ended():
     done = quietly("echo noise; echo why >&2; exit 3")
     assert (done.returncode, done.stdout) == (3, "A step ...\nnoise\nwhy\n")
     assert "failed (3): sh -c" in done.stderr
+
+
+def test_a_bundle_replaces_no_other_directory(tmp_path):
+    (tmp_path / "thesis").write_text("x")
+    made = subprocess.run(
+        [str(SCRIPTS / "gpu-bundle"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": os.defpath, "PYTHON": "false"},  # nothing is fetched
+    )
+    assert made.returncode != 0
+    assert "is no bundle" in made.stderr
+    assert (tmp_path / "thesis").read_text() == "x"

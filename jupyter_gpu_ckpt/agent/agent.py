@@ -112,7 +112,7 @@ class Agent:
         requested, self.server.scheduled_in_cell = self.server.scheduled_in_cell, False
         if not requested:
             with contextlib.suppress(Exception):  # a kernel without a gate
-                self.server.schedule("save_automatically", why="after a cell")
+                self.server.schedule("save_after_cell")
                 self.server.scheduled_in_cell = False
 
     def unregister(self) -> None:

@@ -25,7 +25,7 @@ from .tensors import human
 #: Why the user sees an error, by the verb that failed after the cell.
 _FAILED = {
     "save": "No save point was made.",
-    "save_automatically": "No save point was made.",
+    "save_after_cell": "No save point was made.",
     "back": "This kernel did not go back.",
     "branch": "No branch was made.",
 }

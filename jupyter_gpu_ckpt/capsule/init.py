@@ -476,6 +476,9 @@ class Init:
             if reply is not None:
                 self.answer(reply)
         except Exception as error:
+            for fd in fds:
+                if fd not in self.kept_fds:
+                    os.close(fd)
             if verb == "run" and isinstance(error, OSError) and (field := _UNSAVABLE.get(type(error))):
                 self.answer({field: error.strerror})
                 return
@@ -760,9 +763,17 @@ class Init:
         ``root_program``: of a process that is to be its parent (`root_process`) in place of this one.  ``begin``:
         called with the process before it becomes the program; if it raises, the process is killed.
         """
-        (failure, report), (child, below) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
-        may_begin, begins = os.pipe2(os.O_CLOEXEC)
-        pid = parent = os.fork()
+        pipes: list[tuple[int, int]] = []
+        try:
+            for _ in range(3):
+                pipes.append(os.pipe2(os.O_CLOEXEC))
+            pid = parent = os.fork()
+        except OSError:
+            for pipe in pipes:
+                for end in pipe:
+                    os.close(end)
+            raise
+        (failure, report), (child, below), (may_begin, begins) = pipes
         if pid == 0:
             try:
                 signal.set_wakeup_fd(-1)

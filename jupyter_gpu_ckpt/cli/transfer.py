@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -12,7 +13,7 @@ from traitlets import Bool, Unicode
 
 from ..criu.install import dotted, find
 from ..cuda.gpus import Gpus
-from ..errors import BadRequest, CriuMissing, GpuCkptError, ImageBusy, ImageError
+from ..errors import BadRequest, CriuMissing, GpuCkptError, ImageBusy, ImageError, ImageNotFound
 from ..hub.slurm import features
 from ..image.encryption import Vault
 from ..image.store import Image, Store
@@ -128,8 +129,10 @@ class PullCommand(ImageCommand):
             facts = ({name: getattr(manifest, name) for name in names} for manifest in remote.images())
             return {"images": [{**each, "claimed": remote.claimed(each["id"])} for each in facts]}, 0
         id = self.extra_args[1]
-        began = time.monotonic()
-        with progress(remote.manifest(id).bytes, "Fetching", quiet=self.as_json) as advance:
+        began, count = time.monotonic(), 0
+        with contextlib.suppress(ImageNotFound):  # its manifest is removed first, and `pull` removes the rest
+            count = remote.manifest(id).bytes
+        with progress(count, "Fetching", quiet=self.as_json) as advance:
             image = remote.pull(id, self.store(), keep=self.keep, progress=advance)
         document = {"id": image.id, "path": str(image.path), "bytes": image.manifest.bytes, "moved": not self.keep}
         return {**document, "seconds": time.monotonic() - began}, 0

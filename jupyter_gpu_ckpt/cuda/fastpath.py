@@ -97,7 +97,7 @@ _GATE_CLOSED, _GATE_LEASED = 2, 4
 #: Says that a kernel shares GPUs (`memory_wait.c`).
 _SHARES_VARIABLE = "JUPYTER_GPU_CKPT_SHARES_GPUS"
 #: Version of the protocol on that socket (`control.c`).
-_VERSION = 4
+_VERSION = 5
 #: Seconds that the launch gate may be leased at the most.
 _LONGEST_LEASE = 86400.0
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
@@ -409,13 +409,19 @@ class FastPath:
             os.close(memory)
 
     def swap_out(
-        self, *, lock_s: float, timeout_s: float, choose_directory: ChooseDirectory = lambda _, __: None
+        self,
+        *,
+        lock_s: float,
+        timeout_s: float,
+        choose_directory: ChooseDirectory = lambda _, __: None,
+        for_others: bool = False,
     ) -> int:
         """Copy all allocations to host memory and free them.  Return the bytes moved, 0 if the library cannot.
 
         The process is ``LOCKED`` before and after.  With 0, the allocations are unchanged, and left to the driver.
         ``choose_directory`` gets their bytes, and those of host memory that a copy of them has already; it returns a
-        directory on a disk if host memory is too small.  If it raises, nothing is swapped out.  *After failure* the
+        directory on a disk if host memory is too small.  If it raises, nothing is swapped out.  ``for_others``: free
+        each allocation as soon as its copy is complete, so that others have its memory meanwhile.  *After failure* the
         kernel may be unlocked, and allocations swapped out: `swap_in` repairs that.
         """
         pid = self._pid
@@ -434,7 +440,10 @@ class FastPath:
             self._cuda.unlock(pid)
             try:
                 with self._library(timeout_s) as library:
-                    if library:
+                    if library and for_others:
+                        may_run = False
+                        library.request("move_out")
+                    elif library:
                         library.request("copy_out")
                         may_run = False
                         library.request("free")
@@ -569,9 +578,11 @@ class FastPath:
                 os.unlink(FROZEN, dir_fd=memory)
         self._capsule.unfreeze_threads(child=self._child)
 
-    def swap_in(self, *, lock_s: float, timeout_s: float) -> None:
+    def swap_in(self, *, lock_s: float, timeout_s: float, wait_s: float = 0.0) -> None:
         """Bring all allocations back to the device and unlock the kernel: ``LOCKED -> RUNNING``.
 
+        ``wait_s``: seconds to wait for each allocation's memory while others leave the device; the rest is copied
+        meanwhile.
         Also repairs the state in which `swap_out` or an earlier `swap_in` failed.  *After failure* nothing is lost: the
         kernel is suspended (`GpuFull` if the GPU has too little memory), or its threads are frozen and the library may
         still be working; another `swap_in` continues from there.
@@ -593,10 +604,10 @@ class FastPath:
         if self._cuda.state(pid) is CudaState.LOCKED:
             self._cuda.unlock(pid)
         try:
-            with self._library(timeout_s) as library:
+            with self._library(timeout_s + wait_s) as library:
                 if library is None:
                     raise _NoReply("The kernel's library for device memory cannot be reached.")
-                library.request("swap_in")
+                library.request(f"swap_in {round(wait_s * 1000)}" if wait_s else "swap_in")
         except _NoReply as error:
             self._log_blocked_threads()
             raise _cuda_error(error) from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from ..node.facts import NETWORK_FILESYSTEMS
 from ..paths import data_directory
 from ..units import size
 from . import fixes
-from .probes import Probes
+from .probes import NoIpykernel, Probes
 
 Need = Literal["cpu", "gpu"]
 
@@ -33,6 +35,9 @@ DRIVER_PLAIN, DRIVER_FULL = 570, 580
 
 #: Bytes.  A torch context alone makes an image of 1.2 GiB; a plain kernel's is below 0.1 GiB.
 LITTLE_SPACE, TOO_LITTLE_SPACE = 4 << 30, 256 << 20
+
+#: Seconds for one examination; those that start programs have shorter ones of their own.
+DEADLINE = 120.0
 
 SHARED_MEMORY = Path("/dev", "shm")
 
@@ -76,7 +81,7 @@ def diagnose(
     """Return every finding about this host, in the order in which to fix them.  Never raises.
 
     ``image_directory``: by default ``$JUPYTER_GPU_CKPT_IMAGES``, or ``gpu-ckpt/images`` in the Jupyter data directory.
-    ``extensions``: the configured ``ServerApp.jpserver_extensions``.
+    ``extensions``: the configured ``ServerApp.jpserver_extensions``.  An examination ends after `DEADLINE` seconds.
     Takes less than 2 s on a host without a GPU; with one, the start of the CUDA driver is added.
     """
     probes = probes or Probes()
@@ -96,13 +101,37 @@ def diagnose(
     findings: list[Finding] = []
     for check, examine in examinations:
         need: Need = "gpu" if check == "nvidia-driver" else "cpu"
-        try:
-            for finding in examine():
-                findings.append(replace(finding, needed_for=need))
-        except Exception as error:  # a failed probe is a finding, too: the other checks must still run
+        found, error = _within_deadline(examine)
+        findings += [replace(finding, needed_for=need) for finding in found]
+        if error is not None:  # a failed probe is a finding, too: the other checks must still run
             message = f"could not be examined: {type(error).__name__}: {error}"
             findings.append(Finding(check, False, message, needed_for=need))
     return findings
+
+
+def _within_deadline(examine: Callable[[], Iterable[Finding]]) -> tuple[list[Finding], Exception | None]:
+    """Return the findings, and the error that ended the examination; the file server of a directory may not answer.
+
+    The thread that waits for it is left, and ends with the process.
+    """
+    found: list[Finding] = []
+    ended: list[Exception | None] = []
+
+    def run() -> None:
+        try:
+            for finding in examine():
+                found.append(finding)
+        except Exception as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    thread = threading.Thread(target=run, name="gpu-ckpt-doctor", daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    if not ended:
+        return found[:], TimeoutError(f"no answer within {DEADLINE:g} s")
+    return found, ended[0]
 
 
 def fit(findings: Iterable[Finding], need: Need) -> bool:
@@ -264,8 +293,14 @@ def _images(probes: Probes, named: Path) -> Iterable[Finding]:
     if obstacle := image_directories.obstacle(named):
         yield Finding(check, False, obstacle.message, obstacle.hint)
     elif facts.problem:
-        fix = f'sudo install -d -m 700 -o "$(id -un)" {quoted}'
-        yield Finding(check, False, f"Images cannot be written to {directory}: {facts.problem}.", fix)
+        message = f"Images cannot be written to {directory}: {facts.problem}."
+        if facts.problem == os.strerror(errno.EACCES):
+            fix = f'sudo install -d -m 700 -o "$(id -un)" {quoted}'
+        elif facts.problem in map(os.strerror, (errno.ENOSPC, errno.EDQUOT)):
+            fix = f"df -h {shlex.quote(str(facts.path))}"
+        else:
+            fix = f"Set another image directory (GpuCkptProvisioner.image_dir, or {image_directories.VARIABLE})."
+        yield Finding(check, False, message, fix)
     elif facts.filesystem in NETWORK_FILESYSTEMS:
         note = " A server that is root writes there as nobody if the export squashes root." if probes.is_root() else ""
         where = f"{directory} is on a network file system ({facts.filesystem})"
@@ -295,7 +330,9 @@ def _ipykernel(probes: Probes) -> Iterable[Finding]:
         yield Finding("ipykernel", True, f"the default kernel has ipykernel {probes.default_kernel()}")
     except (LookupError, OSError, TimeoutError) as error:
         message = f"The default kernel cannot be used: {error}."
-        yield Finding("ipykernel", False, message, f"{shlex.quote(sys.executable)} -m pip install ipykernel", "warning")
+        python = error.python if isinstance(error, NoIpykernel) else sys.executable
+        fix = f"{shlex.quote(python)} -m pip install ipykernel" if isinstance(error, LookupError) else ""
+        yield Finding("ipykernel", False, message, fix, "warning")
 
 
 def _server_extension(probes: Probes, configured: Mapping[str, Any]) -> Iterable[Finding]:

@@ -89,10 +89,18 @@ def _try_to_write(directory: Path) -> str:
     return ""
 
 
+class NoIpykernel(LookupError):
+    """The default kernel's ``python``, which may be another environment's than the server's, has no ipykernel."""
+
+    def __init__(self, message: str, python: str) -> None:
+        super().__init__(message)
+        self.python = python
+
+
 def default_kernel() -> str:
     """Return the version of ipykernel in the environment of the default kernel.
 
-    Raises `LookupError` if there is no kernel or no ipykernel, `OSError`, `TimeoutError` if its Python fails or hangs.
+    Raises `LookupError` if there is no kernel, `NoIpykernel`, `OSError`, `TimeoutError` if its Python fails or hangs.
     """
     try:
         from jupyter_client import kernelspec
@@ -107,7 +115,7 @@ def default_kernel() -> str:
     program = "import ipykernel; print(ipykernel.__version__)"
     done = run([python, "-c", program], timeout_s=PYTHON_TIMEOUT_S, env=os.environ)
     if done.status != 0:
-        raise LookupError(f"{python} cannot import ipykernel: {done.tail(1)}")
+        raise NoIpykernel(f"{python} cannot import ipykernel: {done.tail(1)}", python)
     return done.out.strip()
 
 

@@ -91,7 +91,8 @@ class Gate:
     on_agent_request:
         Called with the content of the kernel's ``gpu_ckpt_request``: at once where it says ``now`` (answer by `request`
         on the control channel), else after the reply and the idle of the cell that sent it were forwarded.  From there
-        on requests are queued if the verb is ``suspend`` or ``checkpoint``: run the verb, or call `release`.  Also
+        on requests are queued if the verb is ``suspend`` or ``checkpoint``: run the verb, or call `release`.  The gate
+        itself requests ``save_before_cell`` of a risky ``cell``, named by its message id: call `risky_saved`.  Also
         called with ``{"verb": "shutdown", "restart": bool}`` when the gate answered a ``shutdown_request`` for a kernel
         that is away, and with ``{"verb": "interrupt"}`` for each ``interrupt_request``.  Both are called on the gate's
         thread; they must not block, and must not call the gate.
@@ -147,6 +148,7 @@ class Gate:
 
     open = _waiting_verb(Router.open)
     release = _verb(Router.release)
+    risky_saved = _verb_if_running(Router.risky_saved)
     drain = _waiting_verb(Router.drain)
     close = _verb(Router.close)
     sleep = _verb(Router.sleep)

@@ -43,7 +43,12 @@ class RequestQueue:
             self._bytes += _cost(request)
         return not full
 
-    def first(self, wanted: Callable[[Request], bool]) -> Request | None:
+    def pop_first(self) -> None:
+        """Remove the oldest request."""
+        self._bytes -= _cost(self._requests.popleft())
+        self._full = False
+
+    def first(self, wanted: Callable[[Request], bool] = lambda _: True) -> Request | None:
         """Return the oldest request that is ``wanted``; it stays in the queue."""
         return next(filter(wanted, self._requests), None)
 

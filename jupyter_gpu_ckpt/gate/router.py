@@ -38,7 +38,7 @@ _PROBE_EVERY = 0.05  # seconds between the probes of a fresh connection
 _UNREAD, _LONGEST_UNREAD = 0.5, 30.0
 
 # Requested by a cell, these are done between that cell and the next request of its client.
-_QUEUEING_VERBS = frozenset({"suspend", "checkpoint", "save", "back", "save_automatically"})
+_QUEUEING_VERBS = frozenset({"suspend", "checkpoint", "save", "back", "save_after_cell"})
 
 # The first line of a cell before which a save point is made.
 RISKY = "%%risky"
@@ -128,6 +128,9 @@ class Router:
         self._drain = Drain(self.pending, self._send_internal, self._dropped)
         self._waiting_for_idle: list[Future[None]] = []
         self._wake_requested = False  # on_wake was called for this sleep
+        #: The risky cell, the first in the queue, whose save point is being made; and the one that has it.
+        self._unsaved: Request | None = None
+        self._saved: Request | None = None
         self._dead = False
         self._prompt: _Prompt | None = None
         self._nudge_at: float | None = None
@@ -266,14 +269,38 @@ class Router:
         return future, timeout
 
     def release(self) -> None:
-        """Forward the queued requests, in order, and queue no more."""
+        """Forward the queued requests, in order, and queue no more.
+
+        Those from a risky cell on stay queued until it has its save point: see `risky_saved`.
+        """
         if not self._back:
             raise StateError("The gate has no connection to the kernel; open it first.")
         if self._drain.active:
             raise StateError("The gate is being drained by another call.")
         self.state, self._wake_requested = GateState.OPEN, False
-        for request in self.queue.remove():
-            self._forward(request)
+        while self.state is GateState.OPEN and (request := self.queue.first()) is not None:
+            if _is_risky(request) and request is not self._saved:
+                self._precede(request)
+            else:
+                self.queue.pop_first()
+                self._forward(request)
+
+    def risky_saved(self, cell: str, error: GpuCkptError | None) -> None:
+        """Forward the risky cell with this message id, which waits for its save point, and the requests behind it.
+
+        With an ``error`` there is no save point: the cell is answered by it and does not run, and those that its client
+        has sent behind it are aborted, as behind a cell that fails.
+        """
+        if (risky := self._unsaved) is None or risky.msg_id != cell:
+            return  # its kernel has ended
+        self._unsaved = None
+        if error is None:
+            self._saved = risky
+        else:
+            self._answer_executions(
+                lambda request: self.replies.failed(request, error), lambda request: _sender(request) == _sender(risky)
+            )
+        self._release_abandoned()
 
     def drain(self, timeout: float) -> tuple[Future[None], float]:
         """Queue new requests from here on; wait until those forwarded before have their replies and idles.
@@ -335,10 +362,12 @@ class Router:
     def interrupt(self) -> bool:
         """Answer each queued execution as interrupted; False, and nothing is done, when the gate is open.
 
-        Then the kernel itself is to be interrupted.  A wake goes on: the kernel may be needed for the next cell.
+        Then the kernel itself is to be interrupted, also where a risky cell waited, which does not run then.  A wake
+        goes on: the kernel may be needed for the next cell.
         """
         if self.state in (GateState.OPEN, GateState.DRAINING):
             self.pending.answered()
+            self._interrupt_risky()
             return False
         # Requests sent before the interrupt may still lie unread in the front socket.
         self._loop.pump(self._front["shell"])
@@ -346,17 +375,23 @@ class Router:
         self._answer_executions(self.replies.interrupted)
         return True
 
-    def _answer_executions(self, answer: Callable[[Request], object]) -> None:
-        """Answer each queued execution by ``answer``; those behind one of the same client that stops are aborted."""
+    def _interrupt_risky(self) -> None:
+        """Answer a risky cell that waits for its save point, and what is queued behind it, as interrupted."""
+        if self._unsaved is not None and not self.pending.cells():
+            self._answer_executions(self.replies.interrupted)
+
+    def _answer_executions(
+        self, answer: Callable[[Request], object], wanted: Callable[[Request], bool] = lambda _: True
+    ) -> None:
+        """Answer each ``wanted`` queued execution; those behind one of the same client that stops are aborted."""
         stopped: set[tuple[bytes | str | None, ...]] = set()
-        for request in self.queue.remove(lambda request: request.msg_type == "execute_request"):
-            sender = (*request.idents, request.subshell_id)
-            if sender in stopped:
+        for request in self.queue.remove(lambda request: request.msg_type == "execute_request" and wanted(request)):
+            if _sender(request) in stopped:
                 self.replies.aborted(request)
                 continue
             answer(request)
             if request.stops:
-                stopped.add(sender)
+                stopped.add(_sender(request))
 
     def request(
         self, msg_type: str, content: Mapping[str, Any], timeout: float, channel: str = "shell"
@@ -423,6 +458,7 @@ class Router:
         self._beats.clear()  # a beat in flight is not echoed: there is no kernel
         self._disconnect("the kernel died")
         self.queue.remove()
+        self._unsaved = None
         self.state, self._wake_requested = GateState.CLOSED, False
 
     def rebind_kernel(self, back: Mapping[str, Any]) -> None:
@@ -475,7 +511,12 @@ class Router:
         # sending: to a message that then turns out wrong no answer is expected, and the kernel does with it what it
         # would without a gate.
         wire.require_signed(self._verifier, frames)
-        if any(RISKY.encode() in frame for frame in frames) and self._precede(channel, frames):
+        if any(RISKY.encode() in frame for frame in frames):
+            request = wire.read_request(self._verifier, channel, frames)
+            if not _is_risky(request):
+                self._forward(request)
+            elif self.queue.append(request):
+                self._precede(request)
             return
         wire.send(self._back[channel], frames)
         try:
@@ -485,18 +526,15 @@ class Router:
             return
         self._forwarded(request)
 
-    def _precede(self, channel: str, frames: list[bytes]) -> bool:
-        """Queue a cell that is marked as risky, and have a save point made before it; return whether it is one."""
-        request = wire.read_request(self._verifier, channel, frames)
-        code = request.content.get("code") if request.msg_type == "execute_request" else None
-        if not isinstance(code, str) or code.strip().partition("\n")[0].split() != [RISKY]:  # as `agent.unmarked`
-            return False
+    def _precede(self, risky: Request) -> None:
+        """Queue requests from ``risky`` on, the first in the queue, and have a save point made before it."""
         self.state = GateState.DRAINING  # as for a cell with a request: see `_pass_agent_requests`
-        self._handle_request(request)
-        content = {"verb": "save_automatically", "why": "before a risky cell"}
-        if self._notify(self._on_agent_request, content) is not None:
-            self._release_abandoned()
-        return True
+        if risky is self._unsaved:
+            return
+        self._unsaved = risky
+        content = {"verb": "save_before_cell", "cell": risky.msg_id}
+        if (error := self._notify(self._on_agent_request, content)) is not None:
+            self.risky_saved(risky.msg_id, GpuCkptError.from_exception(error))
 
     def _handle_request(self, request: Request) -> None:
         kind = request.msg_type
@@ -508,6 +546,8 @@ class Router:
         passes = request.channel == "stdin" or kind in _DONE_WITHOUT_KERNEL
         if self.state is GateState.OPEN or (self.state is GateState.DRAINING and passes):
             self._forward(request)
+            if kind == "interrupt_request":
+                self._interrupt_risky()
         elif kind in _DONE_WITHOUT_KERNEL:
             if kind == "interrupt_request":
                 self.interrupt()
@@ -723,3 +763,14 @@ class Router:
         wire.send(self._back[request.channel], self._internal.frames(request, time.monotonic()))
         if request.channel == "shell":
             self._expect_reading()
+
+
+def _is_risky(request: Request) -> bool:
+    """Return whether it is a cell whose first line is `RISKY`, as `agent.unmarked` finds it."""
+    code = request.content.get("code") if request.msg_type == "execute_request" else None
+    return isinstance(code, str) and code.strip().partition("\n")[0].split() == [RISKY]
+
+
+def _sender(request: Request) -> tuple[bytes | str | None, ...]:
+    """Return what tells the client and the subshell of an execution, which stop together."""
+    return *request.idents, request.subshell_id

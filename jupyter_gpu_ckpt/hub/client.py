@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
+from urllib.parse import quote
 
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
 
@@ -18,6 +22,12 @@ from ..units import size
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _LONGEST_DRAIN = 24 * 3600.0
 _REQUEST = 20.0
+#: Kernels of one server: the hub keeps what became of each.
+_MOST_KERNELS = 1000
+#: Those of them that a log or a page names, at most.
+MOST_SHOWN = 20
+#: Seconds for which a token of `server_token` is valid.
+TOKEN_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -41,13 +51,21 @@ class Outcome:
         """Return a text for a log or the spawn page: codes and hints, nothing that the user wrote."""
         if self.drained:
             return f"{len(self.kernels)} kernels asleep, {size(sum(kernel.bytes for kernel in self.kernels))}"
-        failed = (kernel for kernel in self.kernels if kernel.code is not None)
-        return "; ".join(f"kernel {kernel.kernel_id}: {kernel.code} ({kernel.hint})" for kernel in failed)
+        shown = [f"kernel {kernel.kernel_id}: {kernel.code} ({kernel.hint})" for kernel in self.failed[:MOST_SHOWN]]
+        more = len(self.failed) - len(shown)
+        return "; ".join([*shown, *([f"and {more} more"] if more else [])])
+
+    @property
+    def failed(self) -> list[KernelOutcome]:
+        """Return the kernels without a verified image."""
+        return [kernel for kernel in self.kernels if kernel.code is not None]
 
 
 def _outcome(result: Any) -> Outcome:
     """Parse a result.  It is not trusted: a server runs its user's code, and this is logged and shown on pages."""
-    try:
+    with _understood("reply to the drain"):
+        if len(result["kernels"]) > _MOST_KERNELS:
+            raise ValueError("more kernels than a server has")
         return Outcome(
             result["drained"] is True,
             tuple(
@@ -60,8 +78,28 @@ def _outcome(result: Any) -> Outcome:
                 for kernel in result["kernels"]
             ),
         )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ServerRefused("The server's reply to the drain cannot be understood.") from error
+
+
+def _job(reply: Any) -> tuple[str | None, Outcome | None]:
+    """Parse a job: the path of one that runs, or the outcome.  Raises `ServerRefused` for one that failed."""
+    with _understood("reply to the drain"):
+        if reply["status"] == "running":
+            return f"gpu-ckpt/jobs/{quote(str(reply['id']), safe='')}", None
+        if (result := reply["result"]) is None:
+            error = reply["error"] or {}
+            code, hint = printable(str(error.get("code")), 40), error.get("hint")
+            hint = None if hint is None else printable(str(hint), 300)
+            raise ServerRefused(f"The drain failed: {code}.", hint=hint)
+    return None, _outcome(result)
+
+
+@contextlib.contextmanager
+def _understood(what: str) -> Iterator[None]:
+    """Raise `ServerRefused` where the body fails at what a server has sent, for it may be anything."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ServerRefused(f"The server's {what} cannot be understood.") from error
 
 
 class ServerClient:
@@ -81,14 +119,18 @@ class ServerClient:
     async def estimate(self) -> float:
         """Request the seconds that a drain takes at most.  Raises `ServerRefused`, `ServerSilent`."""
         reply = await self._request("GET", "gpu-ckpt/drain", time.monotonic() + self.slack)
-        try:
+        with _understood("estimate of the drain"):
             return min(_LONGEST_DRAIN, max(0.0, float(reply["seconds"])))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ServerRefused("The server's estimate of the drain cannot be understood.") from error
 
-    async def last_activity(self) -> str:
-        """Request the time (ISO 8601) of the server's last use by others.  Raises `ServerRefused`, `ServerSilent`."""
-        return str((await self._request("GET", "api/status", time.monotonic() + self.slack))["last_activity"])
+    async def last_activity(self) -> float:
+        """Request the time of the server's last use by others, in seconds since the epoch.
+
+        Raises `ServerRefused`, `ServerSilent`.
+        """
+        reply = await self._request("GET", "api/status", time.monotonic() + self.slack)
+        with _understood("last activity"):
+            at = datetime.fromisoformat(str(reply["last_activity"]).replace("Z", "+00:00"))
+            return (at if at.tzinfo is not None else at.replace(tzinfo=timezone.utc)).timestamp()
 
     async def drain(self, estimate: float | None = None) -> Outcome:
         """Checkpoint every kernel and verify its image.  A second request joins a drain that runs.
@@ -97,22 +139,22 @@ class ServerClient:
         """
         timeout = (await self.estimate() if estimate is None else estimate) + self.slack
         deadline = time.monotonic() + timeout
-        job = await self._request("POST", "gpu-ckpt/drain", deadline)
+        path, outcome = _job(await self._request("POST", "gpu-ckpt/drain", deadline))
         pause = _FIRST_PAUSE
-        while job["status"] == "running":
+        while path is not None:
             if time.monotonic() + pause > deadline:
                 raise ServerSilent(f"The server was not drained within {timeout:.0f} s.")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-            job = await self._request("GET", f"gpu-ckpt/jobs/{job['id']}", deadline)
-        if job["result"] is None:
-            error = job["error"] or {}
-            raise ServerRefused(f"The drain failed: {error.get('code')}.", hint=error.get("hint"))
-        return _outcome(job["result"])
+            path, outcome = _job(await self._request("GET", path, deadline))
+        assert outcome is not None
+        return outcome
 
-    async def _request(self, method: str, path: str, deadline: float) -> Any:
-        """Return the JSON document; if the server or the proxy is unavailable, retry until ``deadline``."""
+    async def _request(self, method: str, path: str, deadline: float, document: Any = None) -> Any:
+        """Send ``document`` and return the reply's; if the server or the proxy is unavailable, retry until then."""
         pause, body = _FIRST_PAUSE, "" if method == "POST" else None
+        if document is not None:
+            body = json.dumps(document)
         while True:
             timeout = max(0.1, min(_REQUEST, deadline - time.monotonic()))
             request = HTTPRequest(
@@ -131,7 +173,7 @@ class ServerClient:
                 if error.code < 500:
                     raise ServerRefused(f"The server answers {error.code}.", hint=_HINTS.get(error.code)) from error
                 code: int | str = error.code
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 code = type(error).__name__
             if time.monotonic() + pause > deadline:
                 raise ServerSilent(f"The server does not answer ({code}).")
@@ -139,8 +181,29 @@ class ServerClient:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
+async def server_token(hub_url: str, token: str, user: str, name: str) -> str:
+    """Request a token for one server of ``user`` from the hub; it is valid for `TOKEN_SECONDS`.
+
+    A server's user reads every token that is sent to the server, so it must open nothing else.  ``token``: the
+    service's own, with the scope ``tokens``; only the hub gets it.  Raises `ServerRefused`, `ServerSilent`.
+    """
+    hub = ServerClient(hub_url, token)
+    document = {
+        "note": "gpu-ckpt: drains the server before it is culled",
+        "scopes": [f"access:servers!server={user}/{name}"],
+        "expires_in": TOKEN_SECONDS,
+    }
+    path = f"api/users/{quote(user, safe='')}/tokens"
+    try:
+        return str((await hub._request("POST", path, time.monotonic() + hub.slack, document))["token"])
+    except (ServerRefused, KeyError, TypeError) as error:
+        message = "The hub does not give its culler a token for the server."
+        hint = "The culler's role needs the scope tokens for its user: jupyter_gpu_ckpt.hub.roles.culler_role has it."
+        raise ServerRefused(message, hint=hint) from error
+
+
 _HINTS = {
-    403: "The token needs the scope access:servers for this server.",
+    403: "The server does not accept a token with the scope access:servers for it.",
     404: "The server's environment needs jupyter_gpu_ckpt[server].",
     424: "The server is not running.",
 }

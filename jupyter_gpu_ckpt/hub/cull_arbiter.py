@@ -14,14 +14,14 @@ import asyncio
 import os
 import time
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from traitlets.log import get_logger
 
 from ..errors import GpuCkptError
-from .client import Outcome, ServerClient
+from .client import TOKEN_SECONDS, Outcome, ServerClient, server_token
 
 #: Seconds by which the proxy's clock, which dates activity, may differ from ours.
 _CLOCK_DIFFERENCE = 2.0
@@ -33,6 +33,8 @@ class _OwnRequests:
 
     began: float
     ended: float
+    #: When the last drain began.
+    drain_began: float = 0.0
 
 
 class Arbiter:
@@ -40,8 +42,9 @@ class Arbiter:
 
     ``proxy_url``: where the hub's proxy listens, such as ``http://127.0.0.1:8000``; by default the public address that
     the hub tells its services, if it is configured.  ``token``: by default the service's own, ``JUPYTERHUB_API_TOKEN``;
-    it needs the scope ``access:servers``.  ``wait``: seconds that one call of the culler, which handles one server
-    after the other, may take.  A drain that takes longer continues, and is joined in the culler's next round.
+    it needs the scope ``tokens``, and only the hub gets it: each server gets one that opens this server alone.
+    ``wait``: seconds that one call of the culler, which handles one server after the other, may take.  A drain that
+    takes longer continues, and is joined in the culler's next round.
     """
 
     def __init__(self, proxy_url: str | None = None, token: str | None = None, *, wait: float = 20.0) -> None:
@@ -52,22 +55,26 @@ class Arbiter:
         self._token = token
         self._drains: dict[str, asyncio.Task[Outcome]] = {}
         self._requests: dict[str, _OwnRequests] = {}
+        #: The request for the token of each server, and when it is to be replaced (`time.monotonic`).
+        self._tokens: dict[str, tuple[asyncio.Task[str], float]] = {}
 
     async def __call__(
         self, *, inactive: timedelta | None, inactive_limit: float, server: dict[str, Any], **_: Any
     ) -> bool:
         """Return whether to cull a server; else the log says why not.  Called from the culler in each round."""
         path: str = server["url"]
-        client = ServerClient(self.proxy_url + path, self._token or os.environ["JUPYTERHUB_API_TOKEN"])
-        last = None if inactive is None else await self._last_used(client, path, inactive)
+        last = None if inactive is None else await self._last_used(server, inactive)
         task = self._drains.get(path)
-        if task is not None and task.done() and (last is None or last > self._requests[path].ended + _CLOCK_DIFFERENCE):
-            del self._drains[path]  # used since: that drain is out of date
-            task = None
+        if task is not None and task.done():
+            # Since the drain began, not since it ended: it may have come to another kernel when this one was woken.
+            tolerance = min(_CLOCK_DIFFERENCE, inactive_limit / 2)
+            if last is None or last > self._requests[path].drain_began - tolerance:
+                del self._drains[path]  # used since: that drain is out of date
+                task = None
         if last is None or time.time() - last < inactive_limit:
             return False
         if task is None:
-            task = self._drains[path] = asyncio.create_task(self._drain(client, path))
+            task = self._drains[path] = asyncio.create_task(self._drain(server))
         await asyncio.wait({task}, timeout=self.wait)
         if not task.done():
             return self._refuse(path, "its kernels are being checkpointed")
@@ -75,6 +82,7 @@ class Arbiter:
         try:
             outcome = task.result()
         except GpuCkptError as error:
+            self._tokens.pop(path, None)  # its user may have deleted it
             return self._refuse(path, str(error))
         if not outcome.drained:
             return self._refuse(path, str(outcome))
@@ -83,15 +91,30 @@ class Arbiter:
         get_logger().info("Server %s may be culled: %s", path, outcome)
         return True
 
-    async def _last_used(self, client: ServerClient, path: str, inactive: timedelta) -> float | None:
+    async def _client(self, server: dict[str, Any]) -> ServerClient:
+        """Return a client with a token for this server alone.  Raises `ServerRefused`, `ServerSilent`."""
+        path: str = server["url"]
+        now = time.monotonic()
+        self._tokens = {path: known for path, known in self._tokens.items() if known[1] > now}
+        if path not in self._tokens:
+            base, user, name = _owner(path, server["name"])
+            own = self._token or os.environ["JUPYTERHUB_API_TOKEN"]
+            request = asyncio.create_task(server_token(f"{self.proxy_url}{base}hub", own, user, name))
+            self._tokens[path] = request, now + TOKEN_SECONDS / 2
+        # A drain and a question may wait for the same token.
+        return ServerClient(self.proxy_url + path, await asyncio.shield(self._tokens[path][0]))
+
+    async def _last_used(self, server: dict[str, Any], inactive: timedelta) -> float | None:
         """Return when the server was last used by others, in seconds since the epoch; None if that is unknown."""
+        path: str = server["url"]
         now = time.time()
         last, own = now - inactive.total_seconds(), self._requests.get(path)
         if own is not None and own.began - _CLOCK_DIFFERENCE <= last <= own.ended + _CLOCK_DIFFERENCE:
             # It may have been one of our requests, which the server itself does not count.
             try:
-                last = _seconds(await client.last_activity())
+                last = await (await self._client(server)).last_activity()
             except GpuCkptError as error:
+                self._tokens.pop(path, None)
                 self._refuse(path, str(error))
                 return None
             finally:
@@ -101,11 +124,11 @@ class Arbiter:
             del self._requests[path]
         return last
 
-    async def _drain(self, client: ServerClient, path: str) -> Outcome:
-        own = self._requests.setdefault(path, _OwnRequests(time.time(), float("inf")))
-        own.ended = float("inf")
+    async def _drain(self, server: dict[str, Any]) -> Outcome:
+        own = self._requests.setdefault(server["url"], _OwnRequests(time.time(), float("inf")))
+        own.ended, own.drain_began = float("inf"), time.time()
         try:
-            return await client.drain()
+            return await (await self._client(server)).drain()
         finally:
             own.ended = time.time()
 
@@ -116,14 +139,17 @@ class Arbiter:
         return False
 
 
+def _owner(path: str, name: str) -> tuple[str, str, str]:
+    """Return the hub's base URL, the user's name and the server's, from the path and the name of a server."""
+    parts = path.rstrip("/").split("/")
+    if name:
+        parts.pop()
+    *base, _, user = parts  # "user", and the user's name
+    return "/".join([*base, ""]), unquote(user), name
+
+
 def _public_address() -> str:
     parts = urlsplit(os.environ.get("JUPYTERHUB_PUBLIC_HUB_URL", ""))
     if not parts.netloc:
         raise ValueError("Arbiter needs the proxy's address: Arbiter('http://127.0.0.1:8000').")
     return f"{parts.scheme}://{parts.netloc}"
-
-
-def _seconds(moment: str) -> float:
-    """Convert an ISO 8601 time, in UTC if it has no zone, to seconds since the epoch."""
-    at = datetime.fromisoformat(moment.replace("Z", "+00:00"))
-    return (at if at.tzinfo is not None else at.replace(tzinfo=timezone.utc)).timestamp()

@@ -31,6 +31,9 @@ GPU_RESOURCE = "nvidia.com/gpu"
 _SPELLED = {"aes": "AESNI", "fma": "FMA3", "fma4": "FMA4", "sha_ni": "SHA", "movbe": "MOVBE", "adx": "ADX"}
 _AS_THEY_ARE = re.compile(r"avx\w*|amx_\w+|vaes|gfni|vpclmulqdq")
 
+#: The name of a label, and a value that is not empty ("Labels and Selectors", Syntax and character set).
+_LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+
 Expression = dict[str, Any]
 Labels = Mapping[str, str]
 
@@ -50,12 +53,22 @@ def expressions(requirements: Requirements, known: Iterable[str] | None = None) 
     if requirements.driver:
         wanted.append(_in(DRIVER, requirements.driver))
     wanted += [_in(_CPUID + name, "true") for name in sorted(filter(None, map(_cpuid, requirements.cpu)))]
+    wanted = [each for each in wanted if _is_valid(each)]
     labels = {MAJOR, MINOR, *(each["key"] for each in wanted)} if known is None else set(known)
     common = [each for each in wanted if each["key"] in labels]
     if not any(requirements.linux) or not labels >= {MAJOR, MINOR}:
         return [common]
     major, minor = requirements.linux
     return [[*common, _above(MAJOR, major)], [*common, _in(MAJOR, str(major)), _above(MINOR, minor - 1)]]
+
+
+def _is_valid(expression: Expression) -> bool:
+    """Return whether Kubernetes accepts the expression: else it would refuse the pod, and the server never start.
+
+    What a user's server publishes may be anything; numbers are valid.
+    """
+    words = [expression["key"].rpartition("/")[2], *expression["values"] * (expression["operator"] == "In")]
+    return all(_LABEL.fullmatch(word) for word in words)
 
 
 def product(model: str) -> str:

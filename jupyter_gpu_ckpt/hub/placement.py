@@ -20,10 +20,14 @@ to another node; the checked form allows a scheduler neither options nor operato
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import stat
+import threading
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,8 @@ from ..errors import GpuCkptError, ImageFormat
 from ..node.requirements import FILE, MOST_BYTES, VARIABLE, NodeChoice, parse, plan
 from . import kubernetes, slurm, spawn_messages
 
+#: Seconds for the end of a command that was killed.
+_KILLED = 1.0
 _STAYS = "They stay saved, nothing is lost, and they wake on a node like that."
 
 
@@ -84,6 +90,8 @@ class Placement(LoggingConfigurable):
         super().__init__(**kwargs)
         # A spawner may be used for several spawns: each starts from the configured traits.
         self._configured: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        #: Directories that are being read.
+        self._reading: set[Path] = set()
 
     async def __call__(self, spawner: Any) -> None:
         """Called from JupyterHub before each start.  Never prevents a start: at worst the server gets any node."""
@@ -98,7 +106,7 @@ class Placement(LoggingConfigurable):
         of_server = (self.publish_to or self.published).replace("{username}", name)
         spawner.environment = {**spawner.environment, VARIABLE: of_server}
         try:
-            text = await asyncio.wait_for(asyncio.to_thread(read, Path(directory)), self.timeout)
+            text = await asyncio.wait_for(self._read(Path(directory)), self.timeout)
             kernels = parse(text) if text is not None else []
             changes = await asyncio.wait_for(self.changes(spawner, plan(kernels)), self.timeout)
         except Exception as error:
@@ -112,6 +120,29 @@ class Placement(LoggingConfigurable):
             setattr(spawner, name, value)
         if changes.message:
             spawn_messages.add(spawner, changes.message)
+
+    async def _read(self, directory: Path) -> bytes | None:
+        """Read what is published, in a thread of its own.  Raises as `read`, `TimeoutError` while an earlier one reads.
+
+        A file server may never answer: the hub's own threads, which are few, must not wait for it, and one such thread
+        a directory is enough.
+        """
+        if directory in self._reading:
+            raise TimeoutError
+        loop, done = asyncio.get_running_loop(), Future[bytes | None]()
+
+        def run() -> None:
+            try:
+                done.set_result(read(directory))
+            except Exception as error:
+                done.set_exception(error)
+            finally:
+                self._reading.discard(directory)
+
+        done.set_running_or_notify_cancel()  # so that no time-out cancels it, for which its thread is not prepared
+        self._reading.add(directory)
+        threading.Thread(target=run, name="gpu-ckpt-placement", daemon=True).start()
+        return await asyncio.wrap_future(done, loop=loop)
 
     async def changes(self, spawner: Any, choice: NodeChoice) -> Changes:
         """Return the traits that a choice of node sets on this spawner.  Raises the errors of a failing scheduler."""
@@ -133,12 +164,18 @@ class Placement(LoggingConfigurable):
 
     async def _slurm(self, spawner: Any, choice: NodeChoice, now: Callable[[str], Any]) -> Changes:
         process = await asyncio.create_subprocess_exec(
-            *self.sinfo, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+            *self.sinfo,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
         )
         try:
             output, _ = await process.communicate()
         except asyncio.CancelledError:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its children, too, which keep the pipe open
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(process.wait(), _KILLED)
             raise
         if process.returncode != 0:
             raise OSError(f"{self.sinfo[0]} ended with status {process.returncode}")

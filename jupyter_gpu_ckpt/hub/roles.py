@@ -9,12 +9,11 @@ from typing import Any
 def culler_role(service: str = "gpu-ckpt-culler", users: Iterable[str] = ()) -> dict[str, Any]:
     """Return the role of an idle culler that drains servers before it stops them.
 
-    Draining adds ``access:servers`` to the culler's usual scopes.  It permits in a server whatever the server's user
-    can do: run the culler where nobody else can read its token.  ``users`` limits it to their servers.  Groups do not
-    work: a user's server does not know the groups, and refuses a token for ``access:servers!group=...``
-    (``jupyterhub.services.auth.check_scopes``).
+    Draining adds ``tokens`` to the culler's usual scopes: it makes a token for one server, and sends that server no
+    other, for its user can read it.  ``tokens`` permits whatever these users can do: run the culler where nobody else
+    can read its own token.  ``users`` limits it to them.
     """
-    scopes = ("list:users", "read:users:activity", "read:servers", "delete:servers", "access:servers")
+    scopes = ("list:users", "read:users:activity", "read:servers", "delete:servers", "tokens")
     filters = [f"!user={user}" for user in users] or [""]
     return {
         "name": f"{service}-role",

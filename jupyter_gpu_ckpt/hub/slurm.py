@@ -178,6 +178,8 @@ def with_constraint(options: str, constraint: str) -> str:
             theirs.append(next(words, ""))
         elif one.startswith("--constraint="):
             theirs.append(one.partition("=")[2])
+        elif one.startswith("-C"):
+            theirs.append(one[2:])
         else:
             kept.append(one)
     return shlex.join([*kept, f"--constraint={both(*theirs, constraint)}"])

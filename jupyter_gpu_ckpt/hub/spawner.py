@@ -29,7 +29,7 @@ from traitlets.config import LoggingConfigurable
 from ..errors import GpuCkptError
 from ..image.user_directory import VARIABLE as IMAGES
 from ..units import size
-from .client import Outcome, ServerClient
+from .client import MOST_SHOWN, Outcome, ServerClient
 
 #: Traits for the seconds that a server has to end by itself: of LocalProcessSpawner, then of KubeSpawner.
 GRACES = ("interrupt_timeout", "term_timeout", "delete_grace_period")
@@ -227,8 +227,9 @@ def notes(outcome: Outcome | GpuCkptError) -> list[str]:
         return [f"The last stop could not checkpoint your kernels: {outcome.code}. {outcome.hint}"]
     asleep = [kernel.bytes for kernel in outcome.kernels if kernel.code is None]
     sleep = f"{len(asleep)} of your kernels sleep ({size(sum(asleep))}); the next cell you run wakes each of them."
-    return [sleep] * bool(asleep) + [
+    failed = [
         f"Kernel {kernel.kernel_id} could not be checkpointed when the server was stopped: {kernel.code}. {kernel.hint}"
-        for kernel in outcome.kernels
-        if kernel.code is not None
+        for kernel in outcome.failed[:MOST_SHOWN]
     ]
+    more = len(outcome.failed) - len(failed)
+    return [sleep] * bool(asleep) + failed + [f"The same holds for {more} more of your kernels."] * bool(more)

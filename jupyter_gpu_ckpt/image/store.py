@@ -38,6 +38,9 @@ __all__ = ["Image", "Store"]
 
 T = TypeVar("T")
 
+#: Seconds for which an image whose fetch broke off waits for the next try.
+_INCOMING_KEPT = 7 * 86400.0
+
 
 class Store:
     """The images of this user, in ``root``: the configured directory ``named``, or the user's own below it."""
@@ -107,7 +110,7 @@ class Store:
             if not name.startswith("."):
                 with contextlib.suppress(GpuCkptError):
                     found.append(self.get(name))
-        return found
+        return sorted(found, key=lambda image: image.manifest.created)  # names have seconds, and then digits by chance
 
     def forget(self, kernel_id: str) -> None:
         """Archive the generations of a kernel that has ended for good, if no image of it is left.  Never raises."""
@@ -211,8 +214,12 @@ class Store:
         return encryption.readable(self.vault, image.path, image.manifest)
 
     def seal(self, image: Image) -> Image:
-        """Hash and seal an image as it is now, also one that another user or release made.  Raises as `remove`."""
+        """Hash and seal an image as it is now, also one that another user or release made.
+
+        Raises as `remove`, and `ImageArchived`: without its content it would be sealed as an image that has none.
+        """
         with lease.acquire(image.path), mapped_errors(self.root):
+            self._require_content(image)
             for name in (MANIFEST, SEAL):  # of a seal that broke off
                 remove_leftovers(image.path / name)
             manifest = replace(image.manifest, files=verify.entries(image.path))
@@ -263,6 +270,10 @@ class Store:
                     links.remove_ghosts(images.ghost_names(deleted / layout.CRIU))
             before_delete(deleted)
             shutil.rmtree(deleted, ignore_errors=True)  # a sweep may have come upon it already
+            fetched = self.root / layout.INCOMING / path.name  # by a wake that broke off
+            if fetched.exists():
+                shutil.rmtree(fetched, ignore_errors=True)
+                layout.mark(fetched, layout.LOCK).unlink(missing_ok=True)
             # Under the lease: the next process makes a lock file of its own and sees that there is no image.
             for suffix in layout.MARKS:
                 layout.mark(path, suffix).unlink(missing_ok=True)
@@ -338,9 +349,23 @@ class Store:
                     shutil.rmtree(path, ignore_errors=True)
                     swept += 1
                 Path(lock.lock_file).unlink(missing_ok=True)
+        swept += self._sweep_incoming()
         for reservation in self.root.glob(f"{layout.DRAFT}*{layout.RESERVATION}"):
             if not reservation.with_name(reservation.name.removesuffix(layout.RESERVATION)).exists():
                 reservation.unlink(missing_ok=True)
+        return swept
+
+    def _sweep_incoming(self) -> int:
+        """Remove images whose fetch broke off `_INCOMING_KEPT` seconds ago or earlier; return their number."""
+        swept = 0
+        for path in (self.root / layout.INCOMING).glob("[!.]*"):
+            lock = FileLock(layout.mark(path, layout.LOCK), timeout=0, mode=0o600)
+            with contextlib.suppress(Timeout, OSError), lock:
+                last = max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
+                if time.time() - last > _INCOMING_KEPT:
+                    shutil.rmtree(path, ignore_errors=True)
+                    Path(lock.lock_file).unlink(missing_ok=True)
+                    swept += 1
         return swept
 
 

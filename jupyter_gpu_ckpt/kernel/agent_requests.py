@@ -29,7 +29,9 @@ _PUBLISH_TIMEOUT = 20.0
 # Seconds for the kernel, which reads answers on a thread of its own, to acknowledge one.
 _REPLY_TIMEOUT = 10.0
 
-_pool = ThreadPoolExecutor(4, thread_name_prefix="gpu-ckpt-agent-requests")
+#: Of all kernels.  A cell waits for its answer, so a kernel needs one; made when no other is free.
+_THREADS = 64
+_pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="gpu-ckpt-agent-requests")
 
 #: Seconds; the end of a longer protection may be no valid date.
 LONGEST_PROTECTION = 100 * 365 * 86400

@@ -18,7 +18,6 @@ from ..lifecycle.lifecycle import Lifecycle
 AFTER_CELLS = "JUPYTER_GPU_CKPT_SAVE_AFTER_CELLS"
 #: Reasons, as they begin the names of save points.
 RESTART, RISKY, CELL, IDLE = "before a restart", "before a risky cell", "after a cell", "idle"
-REASONS = frozenset({RESTART, RISKY, CELL, IDLE})
 #: The reason of a save point that a branch starts from.
 BRANCH = "branch"
 

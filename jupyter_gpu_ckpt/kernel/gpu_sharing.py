@@ -84,7 +84,7 @@ class GpuSharing:
         self._lifecycle, self._gate, self._worker, self._exchange = lifecycle, gate, worker, exchange
         self._turns, self._visible, self._is_protected, self._log = turns, visible, is_protected, log
         self._member = Member(exchange, self)
-        self._measured = self._refused_at = self._failed_at = float("-inf")
+        self._measured = self._refused_at = self._failed_at = self._too_early_at = float("-inf")
         self._move: Future[None] | None = None
         self._protected = DailySeconds()
         self._cancelled = threading.Event()
@@ -399,11 +399,18 @@ class GpuSharing:
     # -- for the lifecycle
 
     def admit(
-        self, needs: Mapping[str, int], present: Sequence[Gpu], *, elsewhere: bool, more: bool = True
+        self,
+        needs: Mapping[str, int],
+        present: Sequence[Gpu],
+        *,
+        elsewhere: bool,
+        early: bool = False,
+        more: bool = True,
     ) -> dict[str, str]:
         """Wait until the kernel may have ``needs`` (bytes by GPU UUID); return the GPU to use for each of these.
 
-        ``elsewhere``: whether others of the same model will do.  ``more``: and for what an allocation wants.  Raises
+        ``elsewhere``: whether others of the same model will do.  ``early``: also for memory that another kernel is
+        leaving, which becomes free bit by bit.  ``more``: and for what an allocation wants.  Raises
         `GpuFull` for what never fits, and without turns also for what does not fit beside programs that do not share;
         `GpuWaitCancelled` if the place was given back, the exchange's error where it cannot decide, and as
         `Cancellation.check`.
@@ -412,11 +419,13 @@ class GpuSharing:
         home, began, self._present = tuple(needs), time.monotonic(), present
         gpus = self._allowed(home, present) if elsewhere else home
         self._said, self._waits = None, True
+        early = early and began - self._too_early_at > _REFUSED_S
 
         def wait(participant: Participant) -> Participant:
             wanted = self._more(tuple(needs.values())) if more else tuple(needs.values())
-            changed = replace(participant, gpus=gpus, needs=wanted, residence=Residence.AWAY)
-            return replace(changed, on=(), resident=())
+            changed = replace(participant, gpus=gpus, needs=wanted, residence=Residence.AWAY, on=(), resident=())
+            # What an allocation wants has to be free when that is tried again, at once after the return.
+            return replace(changed, arrives_early=early and wanted == tuple(needs.values()))
 
         try:
             self._member.update(wait)
@@ -452,7 +461,8 @@ class GpuSharing:
             used = self._exchange.used(now)
             # Its turn is void, too: with one it would not wait for another.
             self._member.update(functools.partial(Participant.move_failed, now=now, used=used))
-            self.admit(needs, self._lifecycle.engine.gpus.list(), elsewhere=False, more=False)
+            early = self.participant.arrives_early
+            self.admit(needs, self._lifecycle.engine.gpus.list(), elsewhere=False, early=early, more=False)
 
     def settle(self) -> None:
         """Note the end of a move to a GPU, whichever it was."""
@@ -461,10 +471,17 @@ class GpuSharing:
         self._measured, now = float("-inf"), time.monotonic()
         used = self._exchange.used(now)
         if self._lifecycle.kernel.saved.cuda:
+            if self.participant.arrives_early:  # perhaps nobody left, whatever a record said
+                self._too_early_at = now
             self._member.update(lambda p: p.move_failed(now, used).cell_ended(now))
         else:
             self._ignored = 0
             self._member.update(lambda p: _timed(p.arrived(now)))
+
+    def frees(self, begun: bool) -> None:
+        """Show whether the kernel's memory becomes free bit by bit from now on, for the next kernel."""
+        with contextlib.suppress(OSError):  # then nobody comes early
+            self._member.update(lambda p: replace(p, frees=begun and p.residence is Residence.LEAVING))
 
     def _check(self) -> None:
         kernel = self._lifecycle.kernel

@@ -23,7 +23,7 @@ from jupyter_client.connect import LocalPortCache
 
 from ..capsule.capsule import Capsule
 from ..cuda import fastpath
-from ..errors import BadRequest, CapsuleGone, GpuCkptError, KernelUnfit
+from ..errors import CapsuleGone, GpuCkptError, KernelUnfit
 from ..files.atomic import write_atomically
 from ..gate.gate import Gate, GateState
 from ..image import branch
@@ -652,7 +652,8 @@ class KernelHost:
             "suspend": lifecycle.suspend,
             "checkpoint": lifecycle.checkpoint,
             "save": lambda: lifecycle.save(SavePoint(name), notebook()),
-            "save_automatically": lambda: self._save_automatically(lifecycle, str(content.get("why"))),
+            "save_after_cell": lambda: self._save_after_cell(lifecycle, gate),
+            "save_before_cell": lambda: self._save_before_cell(lifecycle, gate, str(content.get("cell"))),
             "back": lambda: lifecycle.back(name, going_back.require_choice(content.get("files")), notebook()),
         }
         verb = str(content.get("verb"))
@@ -664,7 +665,7 @@ class KernelHost:
         elif verb == "branch":
             self._owner.branch_requested(content, functools.partial(self._report_branch, gate))
         elif verb in verbs:
-            if content.get("why") == automatic_saves.CELL:
+            if verb == "save_after_cell":
                 self._save_due = True
             self.worker.submit(functools.partial(self._run_verb, verbs[verb], gate))
         else:
@@ -674,27 +675,34 @@ class KernelHost:
         lifecycle.terminate()
         self._owner.keep_or_discard_image(lifecycle, restart)
 
-    def _save_automatically(self, lifecycle: Lifecycle, why: str) -> None:
-        """Make an automatic save point.  After each cell nobody is interrupted by a report that it failed.
+    def _save_after_cell(self, lifecycle: Lifecycle, gate: Gate) -> None:
+        """Make an automatic save point.  Nobody is interrupted by a report that it failed.
 
         One save is for all cells that have ended until the kernel is drained for it: what they requested was the same.
         """
-        if why not in automatic_saves.REASONS:
-            raise BadRequest("The kernel requested a save point for a reason that there is not.")
-        if why == automatic_saves.CELL:
-            if not self._save_due:
-                return
-            self._save_due, self._saves_after_cells = False, True
+        if not self._save_due:
+            return
+        self._save_due, self._saves_after_cells = False, True
         try:
-            automatic_saves.save(lifecycle, why, self._owner.notebook())
+            automatic_saves.save(lifecycle, automatic_saves.CELL, self._owner.notebook())
         except GpuCkptError as error:
-            if why != automatic_saves.CELL:
-                raise
             self._log.info("Kernel %s has no save point after its cell: %s", self.kernel_id, error.code)
-            if self.gate is not None and self.gate.state is GateState.DRAINING:
-                self.gate.release()
+            if gate.state is GateState.DRAINING:
+                gate.release()
         finally:
             self._saves_after_cells = False
+
+    def _save_before_cell(self, lifecycle: Lifecycle, gate: Gate, cell: str) -> None:
+        """Make the save point that a risky cell waits for; without it the cell does not run."""
+        failure = None
+        try:
+            automatic_saves.save(lifecycle, automatic_saves.RISKY, self._owner.notebook())
+        except Exception as foreign:
+            failure = foreign if isinstance(foreign, GpuCkptError) else self._unexpected("a save point", foreign)
+            self._log.warning("Kernel %s has no save point before a risky cell: %s", self.kernel_id, failure.code)
+            failure.left = "the cell has not run"
+            failure.hint = f"{failure.hint} Without its first line the cell runs without a save point.".strip()
+        gate.risky_saved(cell, failure)
 
     def _step_traced(self, event: StepEvent) -> None:
         """Called on the worker's thread; all that the drained cells have requested came before."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..capsule.capsule import Capsule
 from ..capsule.namespaces import Clocks
@@ -64,9 +64,12 @@ class GateProtocol(Protocol):
 class Admission(Protocol):
     """The methods by which a kernel that shares GPUs with others is admitted to one (`kernel.gpu_sharing`)."""
 
-    def admit(self, needs: Mapping[str, int], present: Sequence[Gpu], *, elsewhere: bool) -> dict[str, str]: ...
+    def admit(
+        self, needs: Mapping[str, int], present: Sequence[Gpu], *, elsewhere: bool, early: bool
+    ) -> dict[str, str]: ...
     def renew(self) -> None: ...
     def settle(self) -> None: ...
+    def frees(self, begun: bool) -> None: ...
 
 
 @dataclass
@@ -208,6 +211,14 @@ class Cancellation:
             raise KernelLost(ENDED, hint=REQUESTED)
         if self.reason >= reason:
             raise CriuError("Cancelled: the server detaches from the kernel.")
+
+
+class EarlyReturn(NamedTuple):
+    """A return to a GPU that another kernel still leaves: bytes in all, and those that the driver restores at once."""
+
+    gpu: str
+    bytes: int
+    drivers: int
 
 
 class PartlyDone(Exception):
@@ -377,6 +388,8 @@ class Attempt:
     resources: ExitStack = field(default_factory=ExitStack)
     #: Of GPU memory; closed likewise.
     reservation: ExitStack = field(default_factory=ExitStack)
+    #: Of a kernel that can come while another one leaves.
+    early_return: EarlyReturn | None = None
 
     # of a dump
     draft: Draft | None = None

@@ -157,17 +157,25 @@ def remove_stale_sockets(kernel: KernelState) -> None:
 
 
 def swap_out(
-    kernel: KernelState, pids: Collection[int], *, timeout_s: float, choose_directory: ChooseDirectory
+    kernel: KernelState,
+    pids: Collection[int],
+    *,
+    timeout_s: float,
+    choose_directory: ChooseDirectory,
+    for_others: bool = False,
 ) -> dict[int, int]:
     """Have the libraries of locked processes swap out their memory, at the same time; return the bytes by process.
 
-    ``choose_directory``: of the kernel's own, as for `FastPath.swap_out`, which see also for a failure.
+    ``choose_directory``: of the kernel's own, as for `FastPath.swap_out`; see there for ``for_others`` and a failure.
     """
     moved = dict.fromkeys(pids, 0)
 
     def swap(pid: int) -> None:
         moved[pid] = kernel.fast_path(pid=pid).swap_out(
-            lock_s=kernel.settings.cuda, timeout_s=timeout_s, choose_directory=choose_directory
+            lock_s=kernel.settings.cuda,
+            timeout_s=timeout_s,
+            choose_directory=choose_directory,
+            for_others=for_others,
         )
 
     _raise_first(kernel, _each(kernel, pids, swap))

@@ -5,17 +5,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from ..capsule.capsule import Capsule
 from ..cuda.cuda import CudaState
 from ..cuda.gpus import gpu_mapping
-from ..errors import BadRequest, KeyUnusable, UnsupportedCuda
+from ..errors import BadRequest, GpuFull, KeyUnusable, UnsupportedCuda
+from ..units import size
 from . import cuda_processes, host_memory, preflight
-from .context import Attempt, KernelState, Saved
+from .context import Attempt, EarlyReturn, KernelState, Reason, Saved
 from .plans import State
 from .suspend import open_gate, request_agent
+
+#: Seconds that the memory of a kernel which leaves is waited for, while nothing more of it becomes free.
+_NEXT_MEMORY_S = 3.0
+#: Seconds between two looks at a GPU's free memory.
+_LOOK_S = 0.02
 
 _log = logging.getLogger(__name__)
 
@@ -32,12 +40,16 @@ def reserve(attempt: Attempt) -> None:
     except ValueError as error:
         raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
     if kernel.admission is not None and (needs := _needs(attempt)):
+        drivers = _drivers_part(kernel, needs)
         try:
-            admitted = kernel.admission.admit(needs, gpus, elsewhere=not attempt.gpu_map)
+            admitted = kernel.admission.admit(needs, gpus, elsewhere=not attempt.gpu_map, early=drivers is not None)
         except OSError as error:  # the directory that users share: then as without sharing
             _log.warning("Kernel %s cannot wait for a GPU: %s", kernel.home.kernel_id, error.strerror)
         else:
             attempt.reservation.callback(kernel.admission.settle)
+            if drivers is not None:
+                ((home, bytes),) = needs.items()
+                attempt.early_return = EarlyReturn(admitted[home], bytes, drivers)
             if any(home != gpu for home, gpu in admitted.items()):
                 before = attempt.gpu_mapping or {}
                 here = {uuid: before.get(uuid, uuid) for uuid in kernel.saved.node_gpus}
@@ -59,6 +71,40 @@ def _needs(attempt: Attempt) -> dict[str, int]:
         mapping.get(uuid, uuid): max(0, bytes - used.get(uuid, 0))  # a warm one still has its context there
         for uuid, bytes in kernel.saved.device_bytes.items()
     }
+
+
+def _drivers_part(kernel: KernelState, needs: Mapping[str, int]) -> int | None:
+    """Return how much of what the kernel needs the driver restores; None if it cannot come while others leave.
+
+    It can if the library brings the rest, from host memory, to one GPU.
+    """
+    if kernel.capsule is None or len(needs) != 1 or kernel.spill_directory is not None:
+        return None
+    if [*cuda_processes.states(kernel)] != [kernel.capsule.host_pid]:
+        return None
+    swapped = cuda_processes.amounts(kernel).swapped_out
+    return max(0, sum(needs.values()) - swapped) if swapped else None
+
+
+def _wait_for_leavers(attempt: Attempt) -> float:
+    """Wait until the driver's part of an early return is free twice; return the seconds to wait for each allocation.
+
+    Twice, as others may allocate memory meanwhile: with too little the driver's restore destroys the process.  0 for a
+    kernel whose memory is all free.  Raises `GpuFull` if nobody leaves the memory; the kernel is suspended as before.
+    """
+    kernel, early = attempt.kernel, attempt.early_return
+    if early is None or attempt.unwinding or (free := kernel.engine.gpus.free(early.gpu)) >= early.bytes:
+        return 0.0
+    end = time.monotonic() + _NEXT_MEMORY_S
+    while free < 2 * early.drivers:
+        if time.monotonic() > end:
+            message = "The kernel that was leaving the GPU has not freed its memory: "
+            message += f"{size(2 * early.drivers, 2)} are needed to begin with; {size(free, 2)} are free."
+            raise GpuFull(message, left="nothing was changed", uuid=early.gpu, needed=early.bytes, free=free)
+        kernel.cancellation.wait(_LOOK_S, Reason.END)
+        kernel.cancellation.check(Reason.END)
+        free = kernel.engine.gpus.free(early.gpu)
+    return _NEXT_MEMORY_S
 
 
 def _is_on_gpu(kernel: KernelState) -> bool:
@@ -88,6 +134,7 @@ def cuda_resume(attempt: Attempt) -> None:
         capsule, deadline = kernel.require_capsule(), kernel.deadline(attempt.traced.bytes)
         kernel.fast_path().swapped_out()  # raises first if an owner of another release has suspended the processes
         part = attempt.traced.part
+        wait_s = _wait_for_leavers(attempt)
         with part("children"):
             cuda_processes.resume_children(kernel, attempt.gpu_mapping, deadline)
         with part("driver"):
@@ -99,7 +146,7 @@ def cuda_resume(attempt: Attempt) -> None:
             host_memory.require_read(attempt)
         with part("swap_in"):
             if state is not CudaState.NONE:
-                kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
+                kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline, wait_s=wait_s)
             else:
                 kernel.fast_path().open_launch_gate()
         capsule.unfreeze_threads(all=not attempt.alone)

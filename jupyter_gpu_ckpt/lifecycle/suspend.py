@@ -14,6 +14,7 @@ from typing import Any
 from .. import errors
 from ..cuda import refusals
 from ..cuda.cuda import UNKNOWN, CudaState
+from ..cuda.fastpath import ChooseDirectory
 from ..errors import GpuCkptError
 from ..image import chunk_cache
 from ..process import descriptors
@@ -257,6 +258,8 @@ def cuda_suspend(attempt: Attempt) -> None:
         attempt.traced.bytes = total = sum(saved.device_bytes.values())
         deadline = kernel.deadline(total)
         choose = functools.partial(host_memory.choose_directory, kernel, capsule, all=total)
+        if for_others := attempt.goal is State.OFF_GPU and kernel.admission is not None:
+            choose = functools.partial(_choose_for_others, kernel, choose, total)
         if unlockable is not None:
             if not kernel.fast_path().swap_out_frozen(timeout_s=deadline, choose_directory=choose):
                 host_memory.end_spill(kernel)
@@ -266,10 +269,14 @@ def cuda_suspend(attempt: Attempt) -> None:
         if children := [each for each in locked if each != pid]:  # theirs cannot go to the disk
             host_memory.require_memory(sum(gpus.used_by(*children).values()))
         with part("swap_out"):
-            swapped = cuda_processes.swap_out(kernel, locked, timeout_s=deadline, choose_directory=choose)
+            swapped = cuda_processes.swap_out(
+                kernel, locked, timeout_s=deadline, choose_directory=choose, for_others=for_others
+            )
         moved = swapped.get(pid, 0)
         if not moved:
             host_memory.end_spill(kernel)
+        if for_others and not moved and kernel.admission is not None:
+            kernel.admission.frees(False)
         # If allocations that were to go to the disk were not swapped out: the driver moves them to host memory.
         host_memory.require_memory(max(0, total - sum(swapped.values())))
         warm = settings.warm and moved > 0 and attempt.goal is State.SUSPENDED
@@ -292,6 +299,14 @@ def cuda_suspend(attempt: Attempt) -> None:
         # needs proof of free memory: so the undo of this step inspects the process and completes the way back.
         raise PartlyDone(cuda=True) from error
     saved.cuda = True
+
+
+def _choose_for_others(kernel: KernelState, choose: ChooseDirectory, all: int, bytes: int, kept: int) -> Path | None:
+    """Choose as ``choose``, and let others know if memory becomes free at the rate of the bus from now on."""
+    directory = choose(bytes, kept)
+    if kernel.admission is not None and directory is None and bytes > all / 2:
+        kernel.admission.frees(True)
+    return directory
 
 
 def driver_checkpoint(kernel: KernelState, timeout_s: float) -> None:

@@ -229,8 +229,9 @@ def save(pids: Sequence[int], path: str) -> list[Drained | DrainedClosed]:
         ended = [_save_closed(descriptor, peer, listeners, emptied) for descriptor, peer in closed.items()]
         with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             json.dump({"listeners": listeners, "connections": ends, "closed": ended}, file)
-    except BaseException:
-        put_back([*drained.values(), *emptied])
+    except BaseException as error:
+        if (lost := put_back([*drained.values(), *emptied])) and isinstance(error, OSError):
+            error.strerror = f"{error.strerror}; closed: {lost}"
         raise
     return [*drained.values(), *emptied]
 

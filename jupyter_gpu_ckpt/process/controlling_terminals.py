@@ -65,9 +65,17 @@ def reopen(pids: Iterable[int]) -> dict[int, Files]:
 
 def put_back(processes: dict[int, Files]) -> None:
     """Open /dev/tty again in stopped processes.  Raises `OSError`: they have the terminal by its own name then."""
+    failed: OSError | None = None
     for pid, files in processes.items():
-        with _watched(pid) as inside:
-            _open(inside, files)
+        try:
+            with _watched(pid) as inside:
+                _open(inside, files)
+        except procfs.GONE:  # it ended
+            pass
+        except OSError as error:  # the others get theirs all the same
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def _files(pid: int) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ class Preparation:
     """TCP connections saved, data taken out of terminals, /dev/tty opened by another name, inotify watches removed.
 
     ``path``: of the file in the dump that gets the terminals' data; `connections.FILE` is beside it.  Raises `OSError`;
-    *after failure* all is as before.
+    *after failure* all is as before, but for what its ``strerror`` names.
     """
 
     def __init__(self, pids: Iterable[int], path: str, files: WatchedFiles) -> None:
@@ -30,8 +30,9 @@ class Preparation:
             self._terminals.save(path)
             self._reopened = controlling_terminals.reopen(pids)
             self._watches = watched_files.remove(pids, files)
-        except BaseException:
-            self.undo()
+        except BaseException as error:
+            if (lost := self.undo()) and isinstance(error, OSError):
+                error.strerror = f"{error.strerror}; {lost}"
             raise
 
     @property

@@ -103,9 +103,10 @@ def remove(pids: Iterable[int], files: WatchedFiles) -> dict[int, Noted]:
                     noted.append((watch.number, watch.mask, paths[watch.file]))
                     syscalls.check(syscalls.libc.inotify_rm_watch(descriptor, watch.number), "inotify_rm_watch")
                 _discard_events(descriptor)  # of each removal
-    except BaseException:
-        for pid, instances in done.items():
-            put_back(pid, instances)
+    except BaseException as error:
+        failed = [why for pid, instances in done.items() for why in put_back(pid, instances)]
+        if failed and isinstance(error, OSError):
+            error.strerror = f"{error.strerror}; inotify watch on {', '.join(failed)}"
         raise
     return done
 
@@ -122,11 +123,12 @@ def _discard_events(descriptor: int) -> None:
 
 
 def put_back(pid: int, noted: Noted) -> list[str]:
-    """Add the watches again.  Return the paths that could not be watched, with the reason."""
+    """Add the watches of a process again, if it is there.  Return the paths that could not be watched, and why."""
     failed = []
     points, answering = {mount.point for mount in procfs.mounts()}, set[str]()
     for number, kept in noted.items():
-        with _borrowed(pid, int(number)) as descriptor:
+        # Another process of the tree has its watches still to be put back when this one has ended.
+        with contextlib.suppress(*procfs.GONE), _borrowed(pid, int(number)) as descriptor:
             for watch, mask, path in kept:
                 try:
                     if (point := _mount_point(path, points)) not in answering:

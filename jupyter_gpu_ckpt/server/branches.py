@@ -35,7 +35,7 @@ class Branches:
 
     def __init__(self, serverapp: ServerApp, store: Store) -> None:
         self._app, self._store = serverapp, store
-        #: Those of this server, by the ids of their kernels.
+        #: Those of this server that run, by the ids of their kernels.
         self.started: dict[str, Branch] = {}
 
     async def start(self, kernel_id: str, point: BranchPoint) -> str:
@@ -67,6 +67,7 @@ class Branches:
                 with contextlib.suppress(HTTPError, OSError):
                     await ensure_async(self._app.contents_manager.delete(path))
             raise
+        self.started = {each: branch for each, branch in self.started.items() if each in kernels}
         self.started[started] = Branch(started, path)
         return started
 

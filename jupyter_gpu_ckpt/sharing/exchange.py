@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Protocol
@@ -132,6 +132,8 @@ class Exchange:
         #: Kernels whose servers are silent, and the GPUs, as far as they were read with the last decisions.
         self._silent: tuple[Participant, ...] = ()
         self._shared_gpus: tuple[SharedGpu, ...] = ()
+        #: What programs that do not share had of each GPU, by UUID, when nobody moved there.
+        self._others: dict[str, int] = {}
         #: Since when a decision stands and is carried out by nobody; until when a kernel is passed over for that.
         self._standing: dict[tuple[str, str], float] = {}
         self._passed_over: dict[tuple[str, str], float] = {}
@@ -278,7 +280,10 @@ class Exchange:
             return True
 
     def _has_memory(self, participant: Participant, grant: GrantTurn, snapshot: NodeSnapshot) -> bool:
-        """Return whether the GPUs have the memory free, without that which others are about to fill."""
+        """Return whether the GPUs have the memory free, without that which others are about to fill.
+
+        Of a kernel that arrives early: or will have, as far as others leave it.
+        """
         for uuid, needed in zip(grant.gpus, participant.needs, strict=True):
             arriving = sum(
                 bytes
@@ -287,9 +292,28 @@ class Exchange:
                 for on, bytes in zip(each.on, each.resident, strict=True)
                 if on == uuid
             )
-            if self._gpus.free(uuid) - arriving < needed:
+            if self._gpus.free(uuid) - arriving < needed and not self._will_have(participant, uuid, needed, snapshot):
                 return False
         return True
+
+    def _will_have(self, participant: Participant, uuid: str, needed: int, snapshot: NodeSnapshot) -> bool:
+        """Return whether a kernel can arrive early on a GPU: what it needs is free, or is becoming free.
+
+        By the records, for NVML's numbers change by the moment; and by what other programs had before the moves, which
+        NVML does not tell from what has been freed.  One at a time: two would each find the same memory free.
+        """
+        there = [each for each in snapshot.participants if uuid in each.on and each.kernel != participant.kernel]
+        arrives = any(each.residence is Residence.ARRIVING for each in there)
+        if not participant.arrives_early or arrives or not any(each.frees for each in there):
+            return False
+        stays = [dict(zip(each.on, each.resident, strict=True))[uuid] for each in there if not each.frees]
+        gpu = next((each for each in snapshot.gpus if each.uuid == uuid), None)
+        return gpu is not None and needed <= gpu.total - max(gpu.others, self._others.get(uuid, 0)) - sum(stays)
+
+    def _note_others(self, gpus: Iterable[SharedGpu], participants: Sequence[Participant]) -> None:
+        moves = (Residence.ARRIVING, Residence.LEAVING)
+        moving = {uuid for each in participants if each.residence in moves for uuid in each.on}
+        self._others |= {gpu.uuid: gpu.others for gpu in gpus if gpu.uuid not in moving}
 
     def _snapshot(self) -> NodeSnapshot:
         now = time.monotonic()
@@ -309,6 +333,7 @@ class Exchange:
             for gpu in self._gpus.list()
         )
         self._shared_gpus = gpus
+        self._note_others(gpus, participants)
         allotments = self.allotments.of({each.user for each in participants})
         return NodeSnapshot(now, gpus, participants, allotments, self.rules)
 
@@ -329,7 +354,9 @@ class Exchange:
         """Note how long each decision has been carried out by nobody."""
         if now - self._decided_at > _LATE_S:  # this server was stopped: nobody could do anything of its decisions
             self._standing = {}
-        grants = [("grant", each.kernel) for each in decisions.grants]
+        freed = {uuid for each in self._participants if each.frees for uuid in each.on}
+        # What becomes free only now may be waited for.
+        grants = [("grant", each.kernel) for each in decisions.grants if not freed.intersection(each.gpus)]
         suspends = [("suspend", each.kernel) for each in decisions.suspends]
         moving = {each.kernel for each in self._participants if each.residence is Residence.LEAVING}
         waits = {key: self._standing.get(key, now) for key in [*grants, *suspends] if key[1] not in moving}

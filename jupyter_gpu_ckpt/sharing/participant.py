@@ -73,6 +73,8 @@ class Participant:
     ``mirrored``: host memory has a copy of all, so that it leaves at once.  ``can_leave``: its memory can be moved off
     the GPU when it is idle.  ``can_pause``: in the middle of a cell as well; not where something would break that the
     driver does not restore (registered host memory, IPC), and not if its server shares memory but takes no turns.
+    ``frees``: it leaves, and nothing keeps it any more: its memory becomes free bit by bit.  ``arrives_early``: it can
+    come to a GPU meanwhile, and take each bit as it becomes free.
 
     ``protected``: its user protects it from being suspended; ``protect_used``: seconds in which others waited for that
     in the last day, which count against the user's budget.  ``leave_seconds``, ``arrive_seconds``: how long its moves
@@ -97,6 +99,8 @@ class Participant:
     mirrored: bool = False
     can_leave: bool = True
     can_pause: bool = True
+    frees: bool = False
+    arrives_early: bool = False
     protected: bool = False
     protect_used: float = 0.0
     leave_seconds: float = 0.0
@@ -122,7 +126,7 @@ class Participant:
     def cell_ended(self, now: float) -> Participant:
         """Record that the cell ended or was interrupted: its turn, or its place in the queue, is given back."""
         after = replace(self._turn_ended(now), waiting_since=None, used_before={}, turns=0)
-        return replace(after, idle_since=now)
+        return replace(after, idle_since=now, arrives_early=False)
 
     def grew(self, needs: tuple[int, ...]) -> Participant:
         """Record that the kernel needs so much memory now.  On the GPU it occupies that much when it was granted."""
@@ -153,18 +157,19 @@ class Participant:
     def arrived(self, now: float) -> Participant:
         """Record that its memory is on the GPU; its turn counts from here."""
         turn = replace(self.turn, since=now) if self.turn is not None else None
-        return self._moved(replace(self, residence=Residence.PRESENT, turn=turn), now)
+        return self._moved(replace(self, residence=Residence.PRESENT, turn=turn, arrives_early=False), now)
 
     def leaving(self, now: float, used: Mapping[str, float]) -> Participant:
         """Record that the suspend began.  In the middle of a cell that ends the turn, and the cell waits again.
 
         ``used``: as for `touched`.
         """
-        return replace(self._waits_again(now, used), residence=Residence.LEAVING, moving_since=now)
+        return replace(self._waits_again(now, used), residence=Residence.LEAVING, moving_since=now, frees=False)
 
     def left(self, now: float) -> Participant:
         """Record that its memory is off the GPU."""
-        return replace(self._moved(self, now), residence=Residence.AWAY, on=(), resident=(), mirrored=False)
+        after = self._moved(self, now)
+        return replace(after, residence=Residence.AWAY, on=(), resident=(), mirrored=False, frees=False)
 
     def move_failed(self, now: float, used: Mapping[str, float]) -> Participant:
         """Record that a move failed: one that was to arrive is away and waits, one that was to leave is still there.
@@ -175,7 +180,8 @@ class Participant:
         if self.residence is Residence.ARRIVING:
             away = replace(self, residence=Residence.AWAY, on=(), resident=(), moving_since=None)
             return away._waits_again(now, used)
-        return replace(self, residence=Residence.PRESENT, moving_since=None, can_leave=False, can_pause=False)
+        there = replace(self, residence=Residence.PRESENT, moving_since=None, frees=False)
+        return replace(there, can_leave=False, can_pause=False)
 
     def _turn_ended(self, now: float) -> Participant:
         if self.turn is None:

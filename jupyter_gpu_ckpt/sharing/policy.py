@@ -222,7 +222,7 @@ class _Stay:
     """Memory that is occupied on GPUs, by ``kernel``, or ("") by one that is planned to come.
 
     From ``end`` on it has to leave if it is needed, from ``cut`` on if one needs it that may cut turns; that takes
-    ``leave`` seconds.
+    ``leave`` seconds.  ``frees``: as `Participant.frees`.
     """
 
     kernel: str
@@ -231,10 +231,11 @@ class _Stay:
     end: float
     cut: float
     leave: float
+    frees: bool = False
 
-    def released(self, cuts: bool) -> float:
-        """Return when the memory can be free."""
-        return (self.cut if cuts else self.end) + self.leave
+    def released(self, cuts: bool, early: bool = False) -> float:
+        """Return when the memory can be free; for one that arrives ``early``: when it begins to be, for sure."""
+        return (self.cut if cuts else self.end) + (0.0 if early and self.frees else self.leave)
 
 
 @dataclass(frozen=True)
@@ -306,7 +307,8 @@ class _Round:
         moving = self.now if each.moving_since is None else each.moving_since
         if each.residence is Residence.LEAVING:
             left = max(_SOON_S, moving + each.leave_seconds - self.now)
-            return _Stay(each.kernel, _by_gpu(each.on, each.resident), -math.inf, self.now, self.now, left)
+            needs = _by_gpu(each.on, each.resident)
+            return _Stay(each.kernel, needs, -math.inf, self.now, self.now, left, each.frees)
         # A kernel that needs more than it has gets it where it is.
         needs = _by_gpu(each.on, [max(pair) for pair in zip(each.resident, each.needs, strict=True)])
         leave = max(_SOON_S, each.leave_seconds)
@@ -475,20 +477,21 @@ class _Round:
         relevant = [stay for stay in stays if any(gpu in stay.needs for gpu in allowed)]
         # One that still leaves can go nowhere before it has left.
         first = max((stay.released(False) for stay in stays if stay.kernel == each.kernel), default=self.now)
-        times = {stay.released(queued.cuts) for stay in relevant}
+        times = {stay.released(queued.cuts, each.arrives_early) for stay in relevant}
         whole = max((self._turn_seconds(each, [gpu]) for gpu in allowed), default=0.0)
         for start in sorted({first, *(time for time in times if first < time < math.inf)}):
-            lasts = functools.partial(self._free_for, start=start, cuts=queued.cuts, stays=relevant)
+            lasts = functools.partial(self._free_for, start=start, queued=queued, stays=relevant)
             least = arrival + (min(self.rules.cut, whole) if start == self.now else whole)
             if gpus := _choose(each, allowed, crowd, lasts, least):
                 free = min(lasts(gpu, need) for gpu, need in zip(gpus, each.needs, strict=True))
                 return _Planned(queued, gpus, start, min(self._turn_seconds(each, gpus), free - arrival))
         return None
 
-    def _free_for(self, gpu: str, need: int, start: float, cuts: bool, stays: Iterable[_Stay]) -> float:
+    def _free_for(self, gpu: str, need: int, start: float, queued: _Queued, stays: Iterable[_Stay]) -> float:
         """Return for how many seconds from ``start`` on a GPU has as much memory free."""
         free = self.gpus[gpu].total - self.gpus[gpu].others
-        there = [stay for stay in stays if gpu in stay.needs and stay.released(cuts) > start]
+        cuts, early = queued.cuts, queued.participant.arrives_early
+        there = [stay for stay in stays if gpu in stay.needs and stay.released(cuts, early) > start]
         free -= sum(stay.needs[gpu] for stay in there if stay.begin <= start)
         for stay in sorted((stay for stay in there if stay.begin > start), key=lambda stay: stay.begin):
             if free - stay.needs[gpu] < need:  # the other planned ones may have left by then: this is the safe side

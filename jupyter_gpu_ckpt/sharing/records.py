@@ -202,6 +202,8 @@ def _decoded(document: Any) -> Participant:
         mirrored=_flag(get("mirrored")),
         can_leave=_flag(get("can_leave")),
         can_pause=_flag(get("can_pause")),
+        frees=_flag(get("frees", False)),
+        arrives_early=_flag(get("arrives_early", False)),
         protected=_flag(get("protected")),
         protect_used=_seconds(get("protect_used")),
         leave_seconds=_seconds(get("leave_seconds")),

@@ -40,7 +40,8 @@ _NAMES = {
 
 @dataclass
 class FakeProcess:
-    """One process.  ``memory``: bytes by GPU (empty and ``cuda`` false: it has not used CUDA).
+    """One process.  ``memory``: bytes by GPU (empty and ``cuda`` false: it has not used CUDA).  ``moved``: how many of
+    them, if they are of one GPU, the process has moved to host memory itself, by its library.
 
     ``mps``: it uses its GPUs by the multi-process service.  ``profiled``: a profiler was used in it.  ``nccl``: it
     communicates by NCCL.  ``device_files``: what it has open of a GPU without CUDA state, ``inherited`` or of its own.
@@ -53,6 +54,7 @@ class FakeProcess:
     """
 
     memory: dict[str, int] = field(default_factory=dict)
+    moved: int = 0
     cuda: bool = True
     nvml: bool = False
     busy: bool = False
@@ -72,6 +74,11 @@ class FakeProcess:
     @property
     def on_gpu(self) -> bool:
         return self.cuda and self.state in (RUNNING, LOCKED)
+
+    @property
+    def there(self) -> dict[str, int]:
+        """The bytes by GPU that are the driver's now, or that it restores."""
+        return {uuid: bytes - self.moved for uuid, bytes in self.memory.items()}
 
 
 class FakeDriver:
@@ -120,7 +127,7 @@ class FakeDriver:
 
     def free(self, uuid: str) -> int:
         """Free bytes on one GPU."""
-        return self.gpus[uuid] - sum(p.memory.get(uuid, 0) for p in self.processes.values() if p.on_gpu)
+        return max(0, self.gpus[uuid] - sum(p.there.get(uuid, 0) for p in self.processes.values() if p.on_gpu))
 
     # -- as helper_client.Helper --
 
@@ -195,7 +202,7 @@ class FakeDriver:
             process.ruined = True
             raise _refused(real.INVALID_VALUE)
         moved = {mapping[uuid]: count for uuid, count in process.memory.items()}
-        if any(self.free(uuid) < count for uuid, count in moved.items()):
+        if any(self.free(mapping[uuid]) < count for uuid, count in process.there.items()):
             process.ruined = True
             raise _refused(real.OUT_OF_MEMORY)
         process.memory, process.state = moved, LOCKED
@@ -235,7 +242,7 @@ class FakeDriver:
 
     def _nvml_processes(self, uuid: str) -> list[tuple[int, int | None]]:
         self._known(uuid)
-        return [(pid, p.memory[uuid]) for pid, p in self.processes.items() if p.on_gpu and uuid in p.memory]
+        return [(pid, p.there[uuid]) for pid, p in self.processes.items() if p.on_gpu and uuid in p.memory]
 
     def _nvml_mps_clients(self, uuid: str) -> list[int]:
         self._known(uuid)

@@ -30,7 +30,7 @@ from blake3 import blake3
 from filelock import FileLock, Timeout
 
 from .. import procfs
-from ..errors import ImageBusy, ImageDamaged, ImageFormat, ImageNotFound, NoSpace, RemoteFailed
+from ..errors import ImageArchived, ImageBusy, ImageDamaged, ImageFormat, ImageNotFound, NoSpace, RemoteFailed
 from ..files.atomic import flush, write_atomically
 from ..image import layout, verify
 from ..image.image import Image
@@ -103,7 +103,15 @@ class Remote:
 
     def manifest(self, id: str) -> Manifest:
         """Return the manifest of an image there, not verified.  Raises `ImageNotFound`, `ImageFormat`."""
-        return Manifest.from_json(self.storage.read_small(id, MANIFEST, MOST_BYTES), id)
+        try:
+            manifest = Manifest.from_json(self.storage.read_small(id, MANIFEST, MOST_BYTES), id)
+        except RemoteFailed as error:
+            if error.details["kind"] != PermissionError.__name__:
+                raise
+            raise ImageNotFound(f"Image {id!r} there may not be read by you.", image=id) from error
+        if manifest.id != id:
+            raise ImageFormat(f"The manifest in {id!r} is that of {manifest.id!r}.", image=id)
+        return manifest
 
     def claimed(self, id: str) -> str:
         """Return the host that is pulling the image, or whose kernel it is; empty when it is free."""
@@ -133,9 +141,13 @@ class Remote:
         """Send an image; return the bytes that had to be sent now.
 
         ``remove_from``: its store, from which it is removed when all of it is there; else it is copied.  Raises
-        `ImageBusy` when a restore uses it or its kernel lives.
+        `ImageBusy` when a restore uses it or its kernel lives, `ImageArchived`.
         """
         with image.lease():
+            if image.archived:
+                message = "The image cannot be sent: its content is in the cold tier."
+                hint = "Wake its kernel, which fetches the content, and put it to sleep again."
+                raise ImageArchived(message, hint=hint, image=image.id)
             sent = self.send(image, progress)
             self.complete(image)
             if remove_from is not None:
@@ -206,18 +218,39 @@ class Remote:
 
         The remote image is claimed first and removed afterwards.  ``keep``: it is only copied, and the caller answers
         for restoring one of the two.  Raises what `Store.check` raises, `ImageBusy` when another host has claimed it or
-        another process here pulls it, `ImageNotFound`, `NoSpace`.
+        another process here pulls it, `ImageNotFound`, `NoSpace`; `RemoteFailed` also where the image is here and only
+        the remote one could not be removed, which another pull does.
         """
         store.prepare()
+        self.storage.path(id)  # raises for an id that is no name
+        target = store.root / id
+        if not keep and os.path.lexists(target) and self._is_moved(id, store):
+            self.remove(id)
+            return store.get(id)
+        _require_absent(target)  # before it is claimed
         with self.fetched(id, store, keep=keep, progress=progress) as fetched:
-            target = store.root / id
-            if target.exists():
-                raise ImageBusy(f"There is an image {id} already.", image=id)
+            _require_absent(target)
             fetched.rename(target)
             flush(store.root)
         if not keep:
-            self.remove(id)
+            try:
+                self.remove(id)
+            except RemoteFailed as error:
+                error.left = f"the image {id} is here; what is left of it there can be pulled by no other host"
+                error.hint = "Pull it once more: then the rest is removed."
+                raise
         return store.get(id)
+
+    def _is_moved(self, id: str, store: Store) -> bool:
+        """Return whether an earlier pull of this host has moved the whole image, but for the removal there."""
+        if self._read_claim(id) != _claimant():
+            return False
+        image = store.get(id)
+        with contextlib.suppress(ImageNotFound):  # the manifest goes first
+            if self.manifest(id) != image.manifest:
+                return False
+        store.check(image)
+        return True
 
     @contextlib.contextmanager
     def fetched(self, id: str, store: Store, *, keep: bool = True, progress: Progress | None = None) -> Iterator[Path]:
@@ -244,12 +277,12 @@ class Remote:
             write_atomically(directory / name, self.storage.read_small(id, name, most), durable=True)
         manifest = verify.require_sealed(directory, store.keys)
         store.generations.require_current(manifest)
-        if not keep:
-            self._claim(id)
-        if store.free() < manifest.bytes:
+        if store.free() < (needed := _missing(directory, manifest)):
             message = "The image does not fit on the disk of the image directory."
             left = f"the image {id} is whole where it is, and was not fetched"
-            raise NoSpace(message, left=left, needed=manifest.bytes)
+            raise NoSpace(message, left=left, needed=needed)
+        if not keep:
+            self._claim(id)
         with mapped_errors():
             wrong = self._receive(directory, manifest, progress)
         try:
@@ -276,8 +309,12 @@ class Remote:
         def read(part: Part) -> bytes:
             if part.end <= complete[part.file]:
                 return part.read(directory)
-            data = self.storage.read(manifest.id, part.name) if part.name in present else _ZEROS[: part.length]
-            if len(data) != part.length:
+            if part.name not in present:
+                return _ZEROS[: part.length]
+            size = present[part.name]
+            if size == part.length:  # one that is larger may not fit into memory
+                size = len(data := self.storage.read(manifest.id, part.name, part.length))
+            if size != part.length:
                 raise RemoteFailed("A part of the image has another size than it should.", part=part.name)
             return data
 
@@ -335,6 +372,20 @@ class Remote:
         except (ImageFormat, ValueError, RecursionError):
             return {}
         return claim if isinstance(claim, dict) else {}
+
+
+def _require_absent(path: Path) -> None:
+    if os.path.lexists(path):
+        raise ImageBusy(f"There is an image {path.name} already.", image=path.name)
+
+
+def _missing(directory: Path, manifest: Manifest) -> int:
+    """Return the bytes of an image that is being fetched into ``directory`` which are not there yet."""
+    missing = manifest.bytes
+    for name, entry in manifest.files.items():
+        with contextlib.suppress(OSError):
+            missing -= min((directory / name).lstat().st_size, entry.bytes)
+    return missing
 
 
 def _complete(path: Path, size: int) -> int:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import os
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from ..files import direct_io
 
 #: Seconds that a server has for hashing: the first, and one more for each of the second's bytes.
 _TIMEOUT, _SLOWEST = 60.0, 20e6
+#: Seconds that a server has for a request, for one with a part, of which eight go side by side over what may be a slow
+#: line, and for the removal of an image, which may have thousands of parts.
+REQUEST, TRANSFER, REMOVAL = 120.0, 900.0, 3600.0
 #: OpenSSL uses the CPU's instructions and takes less than half the time of coreutils.
 _COMMAND = 'openssl dgst -sha256 -r "$@" 2>/dev/null || sha256sum "$@"'
 
@@ -61,7 +66,7 @@ class RemoteHashes:
     def _read_back(self, name: str) -> bytes:
         path = f"{self._directory}/{name}"
         if not self._local:
-            return bytes(self._fs.cat_file(path))
+            return bytes(call(self._fs.cat_file, path, seconds=TRANSFER))
         size = Path(path).stat().st_size  # past the page cache: what a file server has, not what was sent to it
         return bytes(direct_io.read(Path(path), direct_io.buffer(max(size, 1)), size))
 
@@ -75,10 +80,21 @@ class RemoteHashes:
         return {name: digest for digest, name in re.findall(r"^([0-9a-f]{64}) [ *]\./(\S+)$", str(answer.stdout), re.M)}
 
 
+def call(method: Callable[..., Any], *arguments: Any, seconds: float = 0.0, **options: Any) -> Any:
+    """Call a method of an fsspec file system, and give it up after ``seconds``, `REQUEST` by default.
+
+    Raises what the file system raises, and fsspec's `FSTimeoutError`.  Limit: a file system without coroutines, such as
+    a local one, waits for as long as its own code does.
+    """
+    if inspect.iscoroutinefunction(inspect.unwrap(method)):  # fsspec's `sync_wrapper` takes the time-out
+        options["timeout"] = seconds or REQUEST
+    return method(*arguments, **options)
+
+
 def list_directory(fs: Any, path: str) -> dict[str, dict[str, Any]]:
     """Return what fsspec says of each entry of a directory, by name; nothing of a missing directory."""
     fs.invalidate_cache()
     try:
-        return {str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]: entry for entry in fs.ls(path, detail=True)}
+        return {str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]: entry for entry in call(fs.ls, path, detail=True)}
     except FileNotFoundError:
         return {}

@@ -134,6 +134,21 @@ export interface ISavePoint {
   bytes: number;
 }
 
+/** What a kernel that starts from a save point would have otherwise, and the files that both can write to. */
+export interface IBranchPlan {
+  differs: { kind: string; what: string; becomes: string }[];
+  shared: string[];
+  /** Why there must be no other kernel. */
+  unsafe: string[];
+}
+
+export interface IBranchJob {
+  id: string;
+  ended: number | null;
+  error: IErrorDetail | null;
+  result: { kernel_id: string; notebook: string } | null;
+}
+
 /** Null where there is no such variable. */
 type VariableFacts = { type: string; bytes: number } | null;
 

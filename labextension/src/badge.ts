@@ -32,6 +32,8 @@ export class Badge extends Widget {
     if (text !== this.node.textContent) {
       this.node.textContent = text;
     }
+    // The memory in use changes all the time: nobody wants to hear that.
+    this.node.setAttribute('aria-live', kernel?.asleep ? 'polite' : 'off');
     this.node.title = kernel?.asleep ? trans.__('The next cell that you run wakes the kernel') : '';
     this.node.dataset.phase = kernel?.phase ?? 'plain';
     this.setHidden(text === '');

@@ -4,7 +4,7 @@ import { ReactWidget, ToolbarButtonComponent } from '@jupyterlab/ui-components';
 import { Menu } from '@lumino/widgets';
 import * as React from 'react';
 
-import { isProtected, PROTECTIONS } from './commands';
+import { PROTECTIONS } from './commands';
 import type { IContext } from './context';
 import { phaseIcon } from './icons';
 import { IDS } from './ids';
@@ -33,7 +33,12 @@ export class CheckpointButton extends ReactWidget {
     const phase = this.kernel.model?.phase ?? 'plain';
     const busy = phase === 'suspending' || phase === 'checkpointing' || phase === 'waking';
     return (
-      <div onKeyDown={event => this._key(event)} onContextMenu={event => this._contextMenu(event)}>
+      <div
+        onKeyDown={event => this._key(event)}
+        onContextMenu={event => this._contextMenu(event)}
+        onMouseEnter={() => this.update()}
+        onFocus={() => this.update()}
+      >
         <ToolbarButtonComponent
           className={busy ? 'jp-mod-busy' : ''}
           dataset={{ 'data-phase': phase }}
@@ -64,8 +69,8 @@ export class CheckpointButton extends ReactWidget {
     if (model.waiting !== null) {
       return trans.__('%1, sleeps when its cells have finished', state);
     }
-    const rest = model.policy?.protected_s ?? 0;
-    return isProtected(model) ? trans.__('%1, protected for %2', state, duration(rest)) : state;
+    const rest = model.protectedFor(Date.now() / 1000);
+    return rest > 0 ? trans.__('%1, protected for %2', state, duration(rest)) : state;
   }
 
   private _press(): void {

@@ -22,12 +22,12 @@ export function MemoryBar(props: { total: number; shares: IShare[]; label: strin
     <figure>
       <svg viewBox={`0 0 ${WIDTH} ${BAR}`} preserveAspectRatio="none" role="img" aria-label={props.label}>
         <rect className="jp-mod-free" width={WIDTH} height={BAR} />
-        {props.shares.map(share => {
+        {props.shares.map((share, index) => {
           const x = left;
           const width = Math.min(WIDTH - x, share.bytes * scale);
           left += width;
           return (
-            <rect key={share.label} className={share.color} x={x} width={width} height={BAR}>
+            <rect key={index} className={share.color} x={x} width={width} height={BAR}>
               <title>{share.label}</title>
             </rect>
           );

@@ -4,6 +4,8 @@ import { URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
 
 import type {
+  IBranchJob,
+  IBranchPlan,
   IComparison,
   IErrorDetail,
   IGpus,
@@ -82,7 +84,7 @@ export class Client {
   }
 
   /** `files`: what the kernel gets of files that are not as they were. */
-  back(id: string, name: string, files: 'then' | 'now' | null = null): Promise<IJob> {
+  back(id: string, name: string, files: 'then' | 'now' | null): Promise<IJob> {
     return this.send('POST', ['kernels', id, 'back'], JSON.stringify({ name, ...(files && { files }) }));
   }
 
@@ -90,6 +92,21 @@ export class Client {
   compare(id: string, name: string, to: string): Promise<IComparison> {
     const query = to && `?to=${encodeURIComponent(to)}`;
     return this.send('GET', ['kernels', id, 'saves', name, 'compare'], null, query);
+  }
+
+  branchPlan(id: string, name: string): Promise<IBranchPlan> {
+    return this.send('GET', ['kernels', id, 'branch'], null, `?save_point=${encodeURIComponent(name)}`);
+  }
+
+  /** Start another kernel; the caller has shown the plan to the user. */
+  branch(id: string, name: string, acceptChangedFiles: boolean): Promise<IBranchJob> {
+    const accepted = acceptChangedFiles ? { accept_changed_files: true } : {}; // else as the server's settings say
+    const body = { save_point: name, accept_differences: true, ...accepted };
+    return this.send('POST', ['kernels', id, 'branch'], JSON.stringify(body));
+  }
+
+  branchJob(id: string): Promise<IBranchJob> {
+    return this.request('GET', 'jobs', id);
   }
 
   async removeSave(id: string, name: string): Promise<void> {
@@ -122,10 +139,12 @@ export class Client {
     const url = URLExt.join(this.settings.baseUrl, 'gpu-ckpt', ...path.map(encodeURIComponent)) + query;
     const response = await ServerConnection.makeRequest(url, { method, body }, this.settings);
     const text = await response.text();
-    const document: unknown = text && response.headers.get('Content-Type')?.includes('json') ? JSON.parse(text) : {};
-    if (!response.ok) {
+    const isJson = response.headers.get('Content-Type')?.includes('json') === true;
+    const document: unknown = text && isJson ? JSON.parse(text) : {};
+    if (!response.ok || (text && !isJson)) {
       const { message, error } = document as { message?: string; error?: IErrorDetail };
-      throw new Refused(response.status, message ?? response.statusText, error ?? null);
+      const status = `HTTP ${response.status} ${response.statusText}`.trim(); // of a proxy, or a page to log in
+      throw new Refused(response.status, message ?? status, error ?? null);
     }
     return document as T;
   }

@@ -15,12 +15,21 @@ import { duration } from './words';
 /** Seconds that a kernel can be protected for from the menu; 0 ends it. */
 export const PROTECTIONS = [1800, 7200, 28800, 86400, 0];
 
-/** Add the commands.  `current`: the kernel of a command without a `kernelId` among its arguments. */
-export function addCommands(context: IContext, notifier: Notifier, current: () => string | null): void {
+/**
+ * Add the commands.
+ *
+ * `current`: the kernel of a command without a `kernelId` among its arguments; `isPointed`: that of the item whose
+ * context menu is open.
+ */
+export function addCommands(
+  context: IContext,
+  notifier: Notifier,
+  current: (isPointed: boolean) => string | null
+): void {
   const { commands, kernels, host, services, trans } = context;
 
   const target = (args: ReadonlyPartialJSONObject): KernelModel | null => {
-    const id = typeof args.kernelId === 'string' ? args.kernelId : current();
+    const id = typeof args.kernelId === 'string' ? args.kernelId : current(args.isPointed === true);
     return id === null ? null : kernels.get(id);
   };
 
@@ -154,7 +163,7 @@ export function addCommands(context: IContext, notifier: Notifier, current: () =
         kernels.protected(kernel.id, protected_until);
         notifier.protected(kernel, seconds);
       } catch (error) {
-        notifier.refused(kernel, 'checkpoint', error);
+        notifier.undone(trans.__('The protection of %1 was not changed.', nameOf(services, kernel.id)), error);
       }
     }
   });
@@ -177,5 +186,5 @@ export function addCommands(context: IContext, notifier: Notifier, current: () =
 }
 
 export function isProtected(kernel: KernelModel): boolean {
-  return (kernel.policy?.protected_s ?? 0) > 0;
+  return kernel.protectedFor(Date.now() / 1000) > 0;
 }

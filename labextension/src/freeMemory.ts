@@ -13,7 +13,12 @@ import { bytes } from './words';
 /** Suspend the idle kernels of a GPU, after a question if the settings say so. */
 export async function freeMemory(context: IContext, notifier: Notifier, gpu: IGpu): Promise<void> {
   const { kernels, preferences, services, trans } = context;
-  await kernels.reload();
+  try {
+    await kernels.reload();
+  } catch (error) {
+    notifier.undone(trans.__('No memory was freed on %1.', gpu.name), error);
+    return;
+  }
   const idle = Object.keys(gpu.kernels)
     .map(id => kernels.get(id))
     .filter(kernel => isIdle(context, kernel));

@@ -67,8 +67,9 @@ export class GpuPanel extends ReactWidget {
   /** Load what no event reports; more often while kernels wait for a GPU. */
   private async _load(): Promise<void> {
     const { kernels } = this.context;
+    const { isOwed } = this.gpus;
     const isShared = (this.gpus.list ?? []).some(({ sharing }) => sharing !== undefined);
-    await Promise.all([isShared ? this.gpus.load() : null, kernels.reload()]).catch(() => kernels.doubt());
+    await Promise.all([isShared || isOwed ? this.gpus.load() : null, kernels.reload()]).catch(() => kernels.doubt());
     const waits = (this.gpus.list ?? []).some(({ sharing }) => (sharing?.waiting.length ?? 0) > 0);
     this._clock.frequency = { interval: waits ? FAST : SLOW, backoff: false, max: SLOW };
   }

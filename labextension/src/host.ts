@@ -36,8 +36,9 @@ export class Host {
     return this._facts?.fit.gpu ?? true;
   }
 
-  /** Request the doctor's result.  A server without the extension is a host that cannot. */
+  /** Request the doctor's result.  A server without the extension is a host that cannot, for the reason `missing`. */
   async load(missing: string): Promise<void> {
+    this._retry = null;
     try {
       const { host, policy, error_page } = await this.source.status();
       this._facts = host;
@@ -45,14 +46,22 @@ export class Host {
       this._errorPage = error_page;
       this._missing = '';
     } catch (error) {
-      this._missing = (error as { status?: number }).status === 404 ? missing : (error as Error).message;
+      const isMissing = (error as { status?: number }).status === 404;
+      this._missing = isMissing ? missing : (error as Error).message;
+      this._retry = isMissing ? null : () => void this.load(missing);
     }
     this._changed.emit();
+  }
+
+  /** Repeat the request if it has failed; called when the server is heard of. */
+  retry(): void {
+    this._retry?.();
   }
 
   private _facts: IHost | null = null;
   private _policy: IPolicy | null = null;
   private _errorPage: string | null = null;
   private _missing = '';
+  private _retry: (() => void) | null = null;
   private readonly _changed = new Signal<this, void>(this);
 }

@@ -68,15 +68,18 @@ function activate(
     },
     doubt: () => kernels.doubt()
   });
+  kernels.changed.connect(() => host.retry());
+  kernels.doubted.connect(() => gpus.doubt());
   void host.load(trans.__('The extension jupyter_gpu_ckpt is not enabled on this server.'));
 
-  // A context menu speaks of the item it was opened on.
+  // JupyterLab remembers where the last context menu was opened, also when that was closed long ago.
   const pointed = () => {
     const node = app.contextMenuHitTest(node => node.dataset.context?.startsWith('gpu-ckpt:') ?? false);
     return node?.dataset.context?.slice('gpu-ckpt:'.length);
   };
-  addCommands(context, notifier, () => {
-    return pointed() ?? notebooks?.currentWidget?.sessionContext.session?.kernel?.id ?? null;
+  addCommands(context, notifier, isPointed => {
+    const id = isPointed ? pointed() : notebooks?.currentWidget?.sessionContext.session?.kernel?.id;
+    return id ?? null;
   });
   notebooks?.currentChanged.connect(() => app.commands.notifyCommandChanged());
 

@@ -75,6 +75,8 @@ export class KernelModel {
   due: { plan: Plan; at: number } | null = null;
   /** A verb that was requested here and that the server has not begun yet. */
   requested: Verb | null = null;
+  /** The job of a verb that the server has accepted, until an event of it comes. */
+  accepted: IJob | null = null;
   /** The job that suspends or checkpoints the kernel when its cells have finished. */
   waiting: IJob | null = null;
   /** The kernel's place in the queue for a GPU, as of `at` (seconds since the epoch). */
@@ -137,14 +139,20 @@ export class KernelModel {
       this.hostBytes = document.host_bytes;
       this.children = document.children ?? [];
     }
-    if (document.progress === null) {
+    const verb = this._offGpu ? undefined : VERBS[document.state]; // others decide when it comes back to a GPU
+    if (document.progress === null || verb === undefined) {
       this.progress = null;
+    } else {
+      const begun = { verb, step: '', fraction: 0, bytes: null, expected: 0, began: document.since ?? now };
+      const known = this.progress?.verb === verb ? this.progress : begun;
+      this.progress = { ...known, fraction: Math.max(known.fraction, document.progress) };
     }
   }
 
   /** What the idle policy will do, as the server says at `now` (seconds). */
   plan(policy: IOutlook | null, now: number): void {
     this.policy = policy;
+    this._protectedUntil = now + (policy?.protected_s ?? 0);
     this.due =
       policy?.imminent && policy.next !== null && policy.next_in_s !== null
         ? { plan: policy.next, at: now + policy.next_in_s }
@@ -157,11 +165,15 @@ export class KernelModel {
     this._refusals = [failure, ...others].slice(0, REMEMBERED);
   }
 
-  /** No policy touches the kernel until then; null: it may.  Both in seconds. */
-  protect(until: number | null, now: number): void {
-    const none = { idle_s: 0, under_way: null, next: null, next_in_s: null, imminent: false, protected_s: 0 };
-    this.policy = { ...(this.policy ?? none), protected_s: until === null ? 0 : Math.max(0, until - now) };
+  /** No policy touches the kernel until then (seconds since the epoch); null: it may. */
+  protect(until: number | null): void {
+    this._protectedUntil = until ?? 0;
     this.due = until === null ? this.due : null;
+  }
+
+  /** Seconds from `now` on for which no policy touches the kernel. */
+  protectedFor(now: number): number {
+    return Math.max(0, this._protectedUntil - now);
   }
 
   /** Move on by an event at `now` (seconds); what ended with it, if something did. */
@@ -176,7 +188,7 @@ export class KernelModel {
         this.since = now;
         this.image = event.image;
         this.checkpointable = true;
-        this.requested = this.waiting = this.due = null;
+        this.requested = this.accepted = this.waiting = this.due = null;
         const verb = this._offGpu ? undefined : VERBS[event.state]; // others decide when it comes back to a GPU
         if (verb !== undefined) {
           this.progress = { verb, step: '', fraction: 0, bytes: null, expected: 0, began: now };
@@ -207,10 +219,10 @@ export class KernelModel {
         return null;
       case 'failure':
         this.failure = event;
-        this.requested = this.waiting = null;
+        this.requested = this.accepted = this.waiting = null;
         return { verb: event.verb, seconds: 0, freed: 0, failure: event };
       case 'protection':
-        this.protect(event.protected_until, now);
+        this.protect(event.protected_until);
         return null;
       case 'plan':
         this.due =
@@ -226,6 +238,7 @@ export class KernelModel {
 
   /** Whether it runs cells while its device memory is off the GPU. */
   private _offGpu = false;
+  private _protectedUntil = 0;
   private _recorded: IRecord[] = [];
   private _refusals: IRecord[] = [];
 }

@@ -3,8 +3,8 @@
  *
  * The event bus drops what happens while its socket is down and does not say that it was.  So whenever that is possible
  * (a kernel's own connection came back, a request failed, the page was hidden) the events count as doubtful: everything
- * is loaded again, at least once, and polled until an event shows that they flow, or for a minute; never in a hidden
- * tab.  A verb under way without events is polled, too.
+ * is loaded again, at least once, and polled until an event shows that they flow, or for a minute.  A verb under way
+ * without events is polled, too.  A hidden tab polls nothing.
  */
 
 import { Poll } from '@lumino/polling';
@@ -52,23 +52,25 @@ export class Kernels {
     options: { standby?: Poll.Standby | (() => boolean | Poll.Standby); now?: () => number } = {}
   ) {
     this._now = options.now ?? (() => Date.now());
+    const { standby = 'when-hidden' } = options;
+    this._standby = typeof standby === 'function' ? standby : () => standby;
     this._poll = new Poll({
       auto: false,
       name: 'gpu-ckpt:doubt',
       factory: () => this.reload(),
       frequency: { interval: LOOK, backoff: true, max: 10 * LOOK },
-      standby: () =>
-        this.doubtful
-          ? typeof options.standby === 'function'
-            ? options.standby()
-            : (options.standby ?? 'when-hidden')
-          : true
+      standby: () => (this.doubtful ? this._standby() : true)
     });
   }
 
   /** A kernel changed; null: more than one may have. */
   get changed(): ISignal<this, KernelModel | null> {
     return this._changed;
+  }
+
+  /** Events may have been missed, also by others. */
+  get doubted(): ISignal<this, void> {
+    return this._doubted;
   }
 
   get ended(): ISignal<this, IEnded> {
@@ -89,12 +91,13 @@ export class Kernels {
     return this._models.get(id);
   }
 
-  /** The kernel; one that was not known is loaded. */
+  /** The kernel; one that was not known is loaded, unless the server has said that it has none of that id. */
   get(id: string): KernelModel {
-    let model = this._models.get(id);
+    let model = this._models.get(id) ?? this._gone.get(id);
     if (model === undefined) {
       model = new KernelModel(id);
       this._models.set(id, model);
+      this._news.set(id, ++this._time);
       void this.load(id);
     }
     return model;
@@ -102,29 +105,33 @@ export class Kernels {
 
   /** Load one kernel from the server, with its device memory. */
   async load(id: string): Promise<void> {
-    const before = this._events.get(id);
+    const at = ++this._time;
     try {
       const document = await this.source.kernel(id);
-      const model = this._models.get(id);
-      if (model !== undefined && this._events.get(id) === before) {
-        model.load(document, this._now() / 1000);
-        this._attend(model);
+      const model = this._apply(document, at);
+      if (model !== null) {
         this._changed.emit(model);
-      } else if (model !== undefined) {
-        await this.load(id); // an event came meanwhile: the reply is older
+        return;
       }
     } catch (error) {
-      if (isGone(error)) {
-        this.forget(id);
-      } else {
+      if (!isGone(error)) {
         this.doubt();
+        return;
       }
+      if (!this._isOvertaken(id, at)) {
+        this._remove(id, at);
+        this._changed.emit(null);
+        return;
+      }
+    }
+    if (!this._gone.has(id)) {
+      await this.load(id); // the reply is older than what came meanwhile
     }
   }
 
   /** Request all kernels of the server. */
   async reload(): Promise<void> {
-    const before = new Map(this._events);
+    const at = ++this._time;
     this._owed = false;
     let documents: IKernel[];
     try {
@@ -135,19 +142,14 @@ export class Kernels {
     }
     const there = new Set(documents.map(document => document.id));
     for (const id of [...this._models.keys()]) {
-      if (!there.has(id)) {
-        this._models.delete(id);
+      if (!there.has(id) && !this._isOvertaken(id, at)) {
+        this._remove(id, at);
       }
     }
     for (const document of documents) {
-      if (this._events.get(document.id) !== before.get(document.id)) {
-        this._owed = true; // the reply is older than the event, which may be a step's only
-        continue;
+      if (this._apply(document, at) === null) {
+        this._owed = true; // what came meanwhile may be a step's event only
       }
-      const model = this._models.get(document.id) ?? new KernelModel(document.id);
-      this._models.set(document.id, model);
-      model.load(document, this._now() / 1000);
-      this._attend(model);
     }
     this._changed.emit(null);
   }
@@ -157,12 +159,17 @@ export class Kernels {
    *
    * `idle`: when the kernel's cells have finished; the answer is whether that has to be waited for.
    */
-  async begin(id: string, verb: Verb, when: When = 'now'): Promise<boolean> {
+  begin(id: string, verb: Verb, when: When = 'now'): Promise<boolean> {
+    return this.request(id, verb, () => this.source.begin(id, verb, when));
+  }
+
+  /** Begin a verb by `send`, which requests it from the server; all else as `begin`. */
+  async request(id: string, verb: Verb, send: () => Promise<IJob>): Promise<boolean> {
     const model = this.get(id);
     model.requested = verb;
     this._changed.emit(model);
     try {
-      const job = await this.source.begin(id, verb, when);
+      const job = await send();
       if (model.requested === verb) {
         if (job.status === 'waiting') {
           model.requested = null;
@@ -170,13 +177,17 @@ export class Kernels {
           this._attend(model);
           this._changed.emit(model);
         } else {
-          this._expect(model, job);
+          model.accepted = job;
+          this._expect(model, job, SETTLED);
         }
       }
       return job.status === 'waiting';
     } catch (error) {
       model.requested = null;
       this._changed.emit(model);
+      if ((error as { status?: number }).status === undefined) {
+        this.doubt(); // without a reply it may have begun
+      }
       throw error;
     }
   }
@@ -212,7 +223,7 @@ export class Kernels {
   /** Put what the server said of a protection where the document would have it. */
   protected(id: string, until: number | null): void {
     const model = this.get(id);
-    model.protect(until, this._now() / 1000);
+    model.protect(until);
     this._changed.emit(model);
   }
 
@@ -258,7 +269,8 @@ export class Kernels {
     const known = this._models.get(event.kernel_id);
     const model = known ?? new KernelModel(event.kernel_id);
     this._models.set(model.id, model);
-    this._events.set(model.id, (this._events.get(model.id) ?? 0) + 1);
+    this._gone.delete(model.id);
+    this._news.set(model.id, ++this._time);
     const outcome = model.receive(event, now);
     this._attend(model);
     this._changed.emit(model);
@@ -269,17 +281,10 @@ export class Kernels {
       this._ended.emit({ kernel: model, outcome });
     }
     if (event.kind === 'state' && event.state === 'dead') {
-      this.forget(model.id);
+      this._remove(model.id, this._time);
+      this._changed.emit(null);
     } else if (known === undefined || (event.kind === 'state' && event.state === 'running')) {
       void this.load(model.id); // its name, its memory, the policy's plan
-    }
-  }
-
-  /** The kernel is no more. */
-  forget(id: string): void {
-    if (this._models.delete(id)) {
-      this._events.delete(id);
-      this._changed.emit(null);
     }
   }
 
@@ -288,6 +293,7 @@ export class Kernels {
     this._owed = true; // an event before the poll shows only that events flow again
     this._doubtUntil = this._now() + DOUBT;
     void this._poll.refresh();
+    this._doubted.emit();
   }
 
   dispose(): void {
@@ -298,49 +304,108 @@ export class Kernels {
     Signal.clearData(this);
   }
 
-  /** The server accepted a verb.  Without an event it was refused at once, or events are missing. */
-  private _expect(model: KernelModel, { id, verb }: IJob): void {
-    const missing = () => model.requested === verb; // a verb's first event, whatever it says of the state, ends that
+  /** Apply a document that was requested at `at`; null if what is known is newer. */
+  private _apply(document: IKernel, at: number): KernelModel | null {
+    const { id } = document;
+    if (this._isOvertaken(id, at)) {
+      return null;
+    }
+    const model = this._models.get(id) ?? new KernelModel(id);
+    this._models.set(id, model);
+    this._gone.delete(id);
+    this._news.set(id, at);
+    model.load(document, this._now() / 1000);
+    this._attend(model);
+    return model;
+  }
+
+  /** Whether an event, or the reply to a later request, came before that to the request at `at`. */
+  private _isOvertaken(id: string, at: number): boolean {
+    return (this._news.get(id) ?? 0) > at;
+  }
+
+  /** Remember that there was no such kernel at `at`: what shows it all the same must not request it again and again. */
+  private _remove(id: string, at: number): void {
+    this._models.delete(id);
+    this._gone.set(id, new KernelModel(id));
+    this._news.set(id, at);
+  }
+
+  /** The server accepted a verb.  Without an event it has failed before it began, or events are missing. */
+  private _expect(model: KernelModel, accepted: IJob, after: number): void {
+    const { id, verb } = accepted;
+    const missing = () => model.accepted?.id === id; // a verb's first event, whatever it says of the state, ends that
     const look = async () => {
       if (!missing()) {
         return;
       }
-      const job = await this.source.job(id);
+      if (this._isHidden()) {
+        this._expect(model, accepted, LOOK);
+        return;
+      }
+      const job = await this.source.job(id).catch(() => null); // without a reply, or by another server
       if (!missing()) {
         return;
       }
       model.requested = null;
-      if (job.error !== null) {
+      if (job !== null && job.error !== null) {
+        model.accepted = null;
         const failure = { verb, step: '', ...job.error };
-        this.refused(id, failure);
+        this.refused(model.id, failure);
         this._ended.emit({ kernel: model, outcome: { verb, seconds: 0, freed: 0, failure } });
+        return;
+      }
+      this.doubt();
+      if (job !== null && job.ended === null) {
+        this._expect(model, job, LOOK);
       } else {
-        this.doubt();
+        model.accepted = null;
       }
     };
-    setTimeout(() => void look().catch(() => this.doubt()), SETTLED);
+    setTimeout(() => void look(), after);
   }
 
-  /** Request the kernel if nothing is heard of it while a verb is under way, or waits. */
+  /** Request the kernel if nothing is heard of it while a verb is under way, or waits, or after one was due. */
   private _attend(model: KernelModel): void {
     const { id } = model;
     clearTimeout(this._silences.get(id));
     this._silences.delete(id);
-    if (model.becoming || model.waiting !== null) {
-      const silence = model.phase === 'off_gpu' || model.queued !== null ? PLACE : SILENCE;
-      this._silences.set(
-        id,
-        setTimeout(() => void (this._models.get(id) === model && this.load(id)), silence)
-      );
+    const until = model.becoming || model.waiting !== null ? 0 : model.due && 1000 * model.due.at - this._now();
+    if (until !== null) {
+      const isQueued = model.phase === 'off_gpu' || model.queued !== null;
+      const silence = Math.max(0, until) + (isQueued ? PLACE : SILENCE);
+      const look = () => {
+        if (this._models.get(id) !== model) {
+          return;
+        }
+        if (this._isHidden()) {
+          this._attend(model);
+        } else {
+          void this.load(id);
+        }
+      };
+      this._silences.set(id, setTimeout(look, silence));
     }
   }
 
+  /** Whether nobody sees the page, and the user has not said that it polls all the same. */
+  private _isHidden(): boolean {
+    const standby = this._standby();
+    return standby === 'when-hidden' ? typeof document !== 'undefined' && document.hidden : standby === true;
+  }
+
   private readonly _models = new Map<string, KernelModel>();
-  /** How many events each kernel had. */
-  private readonly _events = new Map<string, number>();
+  /** Kernels that the server does not know: as they are shown. */
+  private readonly _gone = new Map<string, KernelModel>();
+  /** Counts events and requests. */
+  private _time = 0;
+  /** When each kernel had its last event, or what is known of it was requested. */
+  private readonly _news = new Map<string, number>();
   private readonly _now: () => number;
+  private readonly _standby: () => boolean | Poll.Standby;
   private readonly _poll: Poll;
   private readonly _changed = new Signal<this, KernelModel | null>(this);
+  private readonly _doubted = new Signal<this, void>(this);
   private readonly _ended = new Signal<this, IEnded>(this);
   private readonly _silences = new Map<string, ReturnType<typeof setTimeout>>();
   /** Kernels that are looked at because they were heard. */

@@ -75,10 +75,28 @@ export class Notifier {
 
   /** Notify that the kernel could not be kept awake. */
   stays(kernel: KernelModel, error: unknown): void {
-    const { preferences, services, trans } = this.context;
-    if (preferences.values.notifications !== 'none') {
-      const text = trans.__('%1 could not be kept awake: %2', nameOf(services, kernel.id), (error as Error).message);
-      Notification.error(text, { autoClose: READ });
+    const { services, trans } = this.context;
+    this.undone(trans.__('%1 could not be kept awake.', nameOf(services, kernel.id)), error);
+  }
+
+  /** Notify that something other than a verb was not done; `what` says so. */
+  undone(what: string, error: unknown): void {
+    if (this.context.preferences.values.notifications !== 'none') {
+      const hint = error instanceof Refused ? (error.detail?.hint ?? '') : '';
+      Notification.error(brief(what, (error as Error).message, hint), { autoClose: READ });
+    }
+  }
+
+  /** Notify of some work until it has ended. */
+  async during<T>(text: string, work: () => Promise<T>): Promise<T> {
+    const isShown = this.context.preferences.values.notifications === 'all';
+    const id = isShown ? Notification.emit(text, 'in-progress', { autoClose: false }) : null;
+    try {
+      return await work();
+    } finally {
+      if (id !== null) {
+        dismiss(id);
+      }
     }
   }
 
@@ -130,7 +148,9 @@ export class Notifier {
       return;
     }
     if (kernel.progress === null) {
-      return; // how it ended comes by itself
+      // How it ended comes at once, but for an end whose event was missed.
+      queueMicrotask(() => kernel.progress === null && this._clear(kernel.id));
+      return;
     }
     const shown = this._shown.get(kernel.id);
     if (shown === undefined) {

@@ -1,15 +1,16 @@
-/** The save points of one kernel, in the panel: listed once opened; made, gone back to, compared and deleted. */
+/** The save points of one kernel, in the panel: listed once opened; made, gone back to, branched, compared, deleted. */
 
 import { Dialog, InputDialog, showDialog } from '@jupyterlab/apputils';
 import * as React from 'react';
 
 import type { ISavePoint } from './api';
+import { branch } from './branch';
 import { Refused } from './client';
 import { compare } from './comparison';
 import type { IContext } from './context';
 import type { KernelModel } from './kernel';
 import type { Notifier } from './notifications';
-import { bytes, duration } from './words';
+import { bytes, duration, localTime } from './words';
 
 interface IProps {
   context: IContext;
@@ -23,17 +24,36 @@ interface IProps {
 export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IProps): React.JSX.Element {
   const { client, trans } = context;
   const [points, setPoints] = React.useState<ISavePoint[]>([]);
-  const load = () => void client.saves(kernel.id).then(setPoints, () => setPoints([]));
+  const [trouble, setTrouble] = React.useState('');
+  const looks = React.useRef(0);
+  const load = () => {
+    const look = ++looks.current;
+    const show = (found: ISavePoint[] | null, error: string) => {
+      if (look === looks.current) {
+        setPoints(known => found ?? known); // an answer that a later question has overtaken may be older
+        setTrouble(error);
+      }
+    };
+    client.saves(kernel.id).then(
+      found => show(found, ''),
+      (error: unknown) => show(null, trans.__('The save points could not be loaded: %1', (error as Error).message))
+    );
+  };
   // A save, or a way back, ends with a new state.
   React.useEffect(() => {
-    if (isOpen && kernel.awake) {
+    if (isOpen) {
       load();
     }
   }, [isOpen, kernel.phase, kernel.since]);
   const disabled = !kernel.awake;
   return (
-    <details className="jp-gpuCkpt-children" open={isOpen} onToggle={event => onToggle(event.currentTarget.open)}>
+    <details
+      className="jp-gpuCkpt-children jp-gpuCkpt-savePoints"
+      open={isOpen}
+      onToggle={event => onToggle(event.currentTarget.open)}
+    >
       <summary>{trans.__('Save points')}</summary>
+      {trouble && <p role="status">{trouble}</p>}
       <ul>
         {points.map(point => (
           <li key={point.name}>
@@ -48,6 +68,14 @@ export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IPro
                 onClick={() => void goBack(context, notifier, kernel, point.name)}
               >
                 {trans.__('Go back')}
+              </button>{' '}
+              <button
+                className="jp-gpuCkpt-link"
+                aria-label={trans.__('Branch from %1', point.name)}
+                title={trans.__('Start another kernel from here')}
+                onClick={() => void branch(context, notifier, kernel, point.name)}
+              >
+                {trans.__('Branch')}
               </button>{' '}
               <button
                 className="jp-gpuCkpt-link"
@@ -81,19 +109,23 @@ export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IPro
   );
 }
 
-async function save({ client, trans }: IContext, notifier: Notifier, kernel: KernelModel): Promise<void> {
+async function save({ client, kernels, trans }: IContext, notifier: Notifier, kernel: KernelModel): Promise<void> {
   const { value } = await InputDialog.getText({
     title: trans.__('Save all variables'),
     label: trans.__('Name of the save point'),
-    text: new Date().toISOString().slice(0, 19).replace('T', ' ')
+    text: localTime(new Date())
   });
   if (value) {
-    await client.save(kernel.id, value.trim()).catch((error: unknown) => notifier.refused(kernel, 'save', error));
+    await kernels
+      .request(kernel.id, 'save', () => client.save(kernel.id, value.trim()))
+      .catch((error: unknown) => notifier.refused(kernel, 'save', error));
   }
 }
 
 async function goBack(context: IContext, notifier: Notifier, kernel: KernelModel, name: string): Promise<void> {
-  const { client, trans } = context;
+  const { client, kernels, trans } = context;
+  const back = (files: 'then' | 'now' | null) =>
+    kernels.request(kernel.id, 'back', () => client.back(kernel.id, name, files));
   const { button } = await showDialog({
     title: trans.__('Go back to %1?', name),
     body: trans.__('The present variables are saved before, as a save point of their own.'),
@@ -103,11 +135,11 @@ async function goBack(context: IContext, notifier: Notifier, kernel: KernelModel
     return;
   }
   try {
-    await client.back(kernel.id, name);
+    await back(null);
   } catch (error) {
     const files = isAboutFiles(error) ? await chooseFiles(context, error) : null;
     if (files !== null) {
-      await client.back(kernel.id, name, files).catch((second: unknown) => notifier.refused(kernel, 'back', second));
+      await back(files).catch((second: unknown) => notifier.refused(kernel, 'back', second));
     } else if (!isAboutFiles(error)) {
       notifier.refused(kernel, 'back', error);
     }
@@ -142,6 +174,8 @@ async function remove(
     buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: trans.__('Delete') })]
   });
   if (button.accept) {
-    await client.removeSave(kernel.id, point.name).catch((error: unknown) => notifier.refused(kernel, 'save', error));
+    await client
+      .removeSave(kernel.id, point.name)
+      .catch((error: unknown) => notifier.undone(trans.__('The save point %1 was not deleted.', point.name), error));
   }
 }

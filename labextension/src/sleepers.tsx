@@ -56,9 +56,15 @@ export class Sleepers implements IRunningSessions.IManager {
   }
 
   running(): IRunningSessions.IRunningItem[] {
-    // A kernel that was just woken runs before its image is deleted, and no event reports that.
-    const { kernels } = this.context;
-    return this._images.filter(image => !kernels.find(image.kernel_id)?.awake).map(image => this._item(image));
+    return this._listed().map(image => this._item(image));
+  }
+
+  /** Of a kernel of this server only the image that it sleeps in: the others are its save points, or about to go. */
+  private _listed(): IImage[] {
+    return this._images.filter(({ id, kernel_id }) => {
+      const kernel = this.context.kernels.find(kernel_id);
+      return kernel === undefined || (kernel.image === id && !kernel.awake);
+    });
   }
 
   refreshRunning(): void {
@@ -80,7 +86,9 @@ export class Sleepers implements IRunningSessions.IManager {
   }
 
   shutdownAll(): void {
-    void Promise.all(this._images.map(image => this._remove(image)));
+    // Elsewhere a kernel may run whose save point this is; each of those can be deleted by itself.
+    const asleep = this._listed().filter(image => image.only_copy);
+    void Promise.all(asleep.map(image => this._remove(image)));
   }
 
   private _item(image: IImage): IRunningSessions.IRunningItem {

@@ -45,7 +45,7 @@ export class WakingCells {
       return;
     }
     if (waiting.line === null) {
-      waiting.line = new Line();
+      waiting.line = new Line(this.context.trans.__('Kernel of this cell'));
       insertLine(cell, waiting.line);
     }
     waiting.line.showProgress(this._text(kernel), kernel.progress?.fraction ?? 0);
@@ -77,10 +77,11 @@ export class WakingCells {
 
 /** One line with a bar under it. */
 class Line extends Widget {
-  constructor() {
+  constructor(label: string) {
     super();
     this.addClass('jp-gpuCkpt-waking');
     this.node.setAttribute('role', 'progressbar');
+    this.node.setAttribute('aria-label', label);
     this.node.setAttribute('aria-valuemin', '0');
     this.node.setAttribute('aria-valuemax', '100');
     this._bar.className = 'jp-gpuCkpt-waking-bar';

@@ -36,6 +36,11 @@ export function estimate(seconds: number): string {
   return seconds < 9.95 ? `${Math.max(1, Math.round(seconds))} s` : duration(seconds);
 }
 
+/** `2026-11-26 20:04:05`, where the user is. */
+export function localTime(at: Date): string {
+  return new Date(at.getTime() - 60_000 * at.getTimezoneOffset()).toISOString().slice(0, 19).replace('T', ' ');
+}
+
 /** `0:45`: whole seconds that are left. */
 export function countdown(seconds: number): string {
   const left = Math.max(0, Math.ceil(seconds));

@@ -1,5 +1,7 @@
-import type { IGpus } from '../src/api';
-import { points } from '../src/charts';
+import * as React from 'react';
+
+import type { IGpus, IStatus } from '../src/api';
+import { MemoryBar, points } from '../src/charts';
 import { Gpus, WINDOW } from '../src/gpus';
 import { Host } from '../src/host';
 import { KernelModel } from '../src/kernel';
@@ -97,4 +99,79 @@ test('the badge: memory in use, memory freed, or nothing', () => {
   expect(words.badge(kernel, trans)).toBe('asleep, 1.0 GiB freed');
   kernel.swappedOut = 0;
   expect(words.badge(kernel, trans)).toBe('asleep');
+});
+
+test('a request for the doctor’s result that failed is repeated once the server is heard of, and only then', async () => {
+  const host = { fit: { cpu: true, gpu: false }, reason: { cpu: '', gpu: 'no GPU' } };
+  const status = jest.fn(() => Promise.resolve({ host } as IStatus));
+  status.mockRejectedValueOnce(Object.assign(new Error('Service Unavailable'), { status: 503 }));
+  const it = new Host({ status });
+  await it.load('none');
+  expect(it.reason).toBe('Service Unavailable');
+  it.retry();
+  it.retry();
+  await Promise.resolve();
+  await Promise.resolve();
+  expect([it.reason, status.mock.calls.length]).toEqual(['', 2]);
+  it.retry();
+  expect(status).toHaveBeenCalledTimes(2);
+});
+
+describe('a reply about the GPUs', () => {
+  const used = (bytes: number): IGpus => ({ ...LOADED, gpus: LOADED.gpus.map(gpu => ({ ...gpu, used: bytes })) });
+  const replies: ((reply: IGpus) => void)[] = [];
+  const make = () => new Gpus({ gpus: () => new Promise(resolve => replies.push(resolve)) });
+
+  beforeEach(() => replies.splice(0));
+
+  test('that a later one has overtaken is dropped', async () => {
+    const gpus = make();
+    const loads = [gpus.load(), gpus.load()];
+    replies[1]?.(used(20));
+    await loads[1];
+    replies[0]?.(used(10));
+    await loads[0];
+    expect(gpus.list?.[0]?.used).toBe(20);
+  });
+
+  test('that an event has overtaken is moved on by it', async () => {
+    const gpus = make();
+    const load = gpus.load();
+    gpus.receive({ kind: 'gpus', at: 1100, gpus: [{ uuid: 'a', used: 40, kernels: {} }], gpu_seconds_freed: 9 });
+    replies[0]?.(used(10));
+    await load;
+    expect([gpus.list?.[0]?.used, gpus.gpuSecondsFreed]).toEqual([40, 9]);
+  });
+});
+
+test('the GPUs are to be loaded until that has succeeded, and again when events may be missing', async () => {
+  const load = jest.fn(() => Promise.resolve(LOADED));
+  load.mockRejectedValueOnce(new Error('no'));
+  const gpus = new Gpus({ gpus: load });
+  await expect(gpus.load()).rejects.toThrow('no');
+  expect(gpus.isOwed).toBe(true);
+  await gpus.load();
+  expect(gpus.isOwed).toBe(false);
+  gpus.doubt();
+  expect(gpus.isOwed).toBe(true);
+});
+
+test('two notebooks of one name and size are two shares of the bar', () => {
+  const share = { bytes: 1, color: 'jp-mod-share0', label: 'train.ipynb: 1 B' };
+  const keys: unknown[] = [];
+  const collect = (node: React.ReactNode): void =>
+    React.Children.forEach(node, child => {
+      if (React.isValidElement<{ children?: React.ReactNode }>(child)) {
+        const { children } = child.props;
+        if (Array.isArray(children)) {
+          for (const list of children.filter(Array.isArray) as React.ReactElement[][]) {
+            keys.push(...list.map(({ key }) => key));
+          }
+        }
+        collect(children);
+      }
+    });
+  collect(MemoryBar({ total: 4, shares: [share, share], label: '' }));
+  expect(keys).toHaveLength(2);
+  expect(new Set(keys).size).toBe(2);
 });

@@ -187,3 +187,12 @@ test('a turn on a shared GPU ends and comes without a word of a verb: cells run 
   model.receive(state('resuming', 'suspended'), 21);
   expect([model.phase, model.progress?.verb]).toEqual(['waking', 'resume']);
 });
+
+test('a protection ends by itself', () => {
+  const model = new KernelModel('k');
+  const policy = { idle_s: 9, under_way: null, next: null, next_in_s: null, imminent: false, protected_s: 60 };
+  model.load({ ...DOCUMENT, policy }, 1000);
+  expect([1000, 1050, 1070].map(now => model.protectedFor(now))).toEqual([60, 10, 0]);
+  model.protect(1100);
+  expect([1070, 1101].map(now => model.protectedFor(now))).toEqual([30, 0]);
+});

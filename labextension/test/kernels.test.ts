@@ -190,9 +190,9 @@ test('a protection is kept as the seconds that are left', async () => {
   kernels.get('a');
   await pass();
   kernels.protected('a', Date.now() / 1000 + 60);
-  expect(kernels.get('a').policy?.protected_s).toBeCloseTo(60, 0);
+  expect(kernels.get('a').protectedFor(Date.now() / 1000)).toBeCloseTo(60, 0);
   kernels.protected('a', null);
-  expect(kernels.get('a').policy?.protected_s).toBe(0);
+  expect(kernels.get('a').protectedFor(Date.now() / 1000)).toBe(0);
 });
 
 test('an event right after a doubt does not take the place of the look', async () => {
@@ -252,9 +252,9 @@ test('a protection that was set elsewhere is known by its event', async () => {
   kernels.get('a');
   await pass();
   kernels.receive({ kind: 'protection', kernel_id: 'a', protected_until: Date.now() / 1000 + 60 });
-  expect(kernels.get('a').policy?.protected_s).toBeCloseTo(60, 0);
+  expect(kernels.get('a').protectedFor(Date.now() / 1000)).toBeCloseTo(60, 0);
   kernels.receive({ kind: 'protection', kernel_id: 'a', protected_until: null });
-  expect(kernels.get('a').policy?.protected_s).toBe(0);
+  expect(kernels.get('a').protectedFor(Date.now() / 1000)).toBe(0);
 });
 
 describe('a kernel that prints', () => {
@@ -319,4 +319,121 @@ test('a failure is reported once its text is known', async () => {
   expect(ended).toEqual([]);
   await jest.advanceTimersByTimeAsync(0);
   expect(ended.map(({ kernel }) => kernel.failures[0]?.message)).toEqual(['CRIU failed.']);
+});
+
+test('a kernel that the server does not know is requested once, however often it is shown', async () => {
+  const show = () => server.requested.length < 20 && kernels.get('b'); // or the test would not end
+  kernels.changed.connect(show);
+  show();
+  await pass();
+  expect(server.requested).toEqual(['b']);
+  await kernels.reload(); // it is not listed either
+  await pass();
+  expect(server.requested).toEqual(['b', 'kernels']);
+  server.there.set('b', kernelDocument('b'));
+  await kernels.reload();
+  expect(kernels.get('b').phase).toBe('running');
+});
+
+/** Hold back the next reply to a method; the function that sends it. */
+function held(method: 'kernel' | 'kernels'): () => void {
+  let send = (): void => undefined;
+  const now = server[method].bind(server) as (id: string) => Promise<unknown>;
+  jest.spyOn(server, method).mockImplementationOnce(((id: string) => {
+    const reply = now(id); // as things are when the server is asked
+    return new Promise(resolve => (send = () => resolve(reply)));
+  }) as never);
+  return () => send();
+}
+
+test.each(['kernel', 'kernels'] as const)('a reply that a later one has overtaken changes nothing (%s)', async slow => {
+  kernels.get('a');
+  await pass();
+  const send = held(slow);
+  void (slow === 'kernel' ? kernels.load('a') : kernels.reload());
+  server.there.set('a', kernelDocument('a', { state: 'checkpointed' }));
+  await kernels.reload();
+  expect(kernels.get('a').phase).toBe('checkpointed');
+  send();
+  await pass();
+  expect(kernels.get('a').phase).toBe('checkpointed');
+});
+
+test('a kernel that was started after a listing was requested stays', async () => {
+  const send = held('kernels');
+  const listed = kernels.reload();
+  server.there.set('b', kernelDocument('b'));
+  kernels.receive(state('b', 'running', 'starting'));
+  const model = kernels.get('b');
+  send();
+  await listed;
+  expect(kernels.find('b')).toBe(model);
+});
+
+test('a verb whose job cannot be requested does not show for ever', async () => {
+  kernels.get('a');
+  await pass();
+  jest.spyOn(server, 'job').mockRejectedValue(Object.assign(new Error('a new server'), { status: 404 }));
+  server.there.set('a', kernelDocument('a', { state: 'checkpointed' }));
+  await kernels.begin('a', 'suspend');
+  await pass(2000);
+  expect(kernels.get('a').phase).toBe('checkpointed');
+});
+
+test('a job that fails late without an event is reported', async () => {
+  kernels.get('a');
+  await pass();
+  await kernels.request('a', 'back', () => Promise.resolve(job('back')));
+  expect(kernels.get('a').phase).toBe('waking');
+  await pass(10_000);
+  expect([kernels.get('a').phase, ended]).toEqual(['running', []]);
+  server.job_ = job('back', { ended: 1, error: { code: 'FILES_DIFFER', message: 'm', hint: 'h', left: 'l' } });
+  await pass(10_000);
+  expect(ended.map(({ outcome }) => outcome.failure?.code)).toEqual(['FILES_DIFFER']);
+});
+
+test('a request without a reply leaves in doubt what the server did', async () => {
+  kernels.get('a');
+  await pass();
+  jest.spyOn(server, 'begin').mockRejectedValue(new TypeError('Failed to fetch'));
+  server.there.set('a', kernelDocument('a', { state: 'checkpointed' }));
+  await expect(kernels.begin('a', 'checkpoint')).rejects.toThrow('fetch');
+  await pass();
+  expect(kernels.get('a').phase).toBe('checkpointed');
+});
+
+test('in a hidden tab a silent verb is not requested after until the tab is shown', async () => {
+  let isHidden = true;
+  kernels.dispose();
+  kernels = new Kernels(server, { standby: () => isHidden });
+  kernels.get('a');
+  await pass();
+  kernels.receive(state('a', 'dumping', 'running'));
+  server.there.set('a', kernelDocument('a', { state: 'checkpointed' }));
+  await pass(60_000);
+  expect(server.requested).toEqual(['a']);
+  isHidden = false;
+  await pass(11_000);
+  expect(kernels.get('a').phase).toBe('checkpointed');
+});
+
+test('a verb that was under way when the page was loaded is as far as the server says, and moves on', async () => {
+  server.there.set('a', kernelDocument('a', { state: 'dumping', since: 7, progress: 0.4 }));
+  await kernels.load('a');
+  const model = kernels.get('a');
+  expect(model.progress).toMatchObject({ verb: 'checkpoint', fraction: 0.4, began: 7 });
+  const step = { kind: 'step' as const, kernel_id: 'a', verb: 'checkpoint' as const, step: 'dump', expected_bytes: 2 };
+  kernels.receive({ ...step, status: 'running', fraction: 0.6, bytes: 1 });
+  expect(model.progress?.fraction).toBe(0.6);
+});
+
+test('a countdown whose end brings no event is looked after', async () => {
+  kernels.get('a');
+  await pass();
+  kernels.receive({ kind: 'plan', kernel_id: 'a', next: 'suspend', due_in_s: 45 });
+  server.there.set('a', kernelDocument('a', { state: 'suspended' }));
+  await pass(46_000);
+  expect(kernels.get('a').phase).toBe('running');
+  await pass(11_000);
+  expect(kernels.get('a').phase).toBe('suspended');
 });

@@ -87,3 +87,9 @@ test('a kernel off its GPU runs, and the status bar counts the estimate of its p
   );
   expect([model.phase, said(100)]).toEqual(['waking', 'waiting for a GPU: place 3']);
 });
+
+test('a save point is named by the clock on the wall', () => {
+  const at = new Date('2026-11-26T20:04:05Z');
+  jest.spyOn(at, 'getTimezoneOffset').mockReturnValue(-540); // in Tokyo
+  expect(words.localTime(at)).toBe('2026-11-27 05:04:05');
+});

@@ -7,7 +7,10 @@ of `ROUNDS`. "GPU free" counts from the request to the moment at which the GPU h
 tensors), with everything the kernel is asked before; "back" to the moment at which the kernel runs. Then the steady
 state: a training step, and a loop that allocates, in both kernels in turns. At last the whole way to the disk and
 back of `TO_DISK` GiB, beside what that disk writes and reads by itself; and another checkpoint after a twentieth of
-the tensors has changed.
+the tensors has changed. Of the kinds ``exchange`` and ``exchange-mirrored`` two kernels change places, again and
+again, on a GPU where a program that does not share leaves less than `LEFT` GiB: "moves" counts from the begin of the
+one's suspend to the moment at which both moves are done, "whole" from the request of the other one's cell to its end.
+Both kernels' memory must fit into host memory: ``48 --sizes-only --kinds exchange exchange-mirrored`` needs 110 GiB.
 Writes ``fastpath-bench.json`` below ``$OUT`` when that is set.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -72,6 +76,7 @@ class Kind:
     mirrors: bool = False
     rounds: int = ROUNDS
     most: int = 1 << 30  #: GiB
+    exchanges: bool = False
 
 
 def _library(fill: str = FILL, **environment: str) -> Kind:
@@ -95,7 +100,20 @@ KINDS = {
     "expandable": _library(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
     "jax": _library(FILL_JAX, XLA_PYTHON_CLIENT_PREALLOCATE="false"),
     "jax-preallocated": _library(FILL_JAX),  # three quarters of the card, with so much of them in use
+    "exchange": Kind({"gpu_sharing": "turns"}, exchanges=True),
+    "exchange-mirrored": Kind(
+        {"gpu_sharing": "turns", "host_copy_bytes": 1 << 50}, mirrors=True, exchanges=True, rounds=3
+    ),
 }
+#: GiB of the GPU that are left beside one of two kernels that change places, and what has the rest.
+LEFT = 3
+HOG = f"""
+import sys, torch
+torch.cuda.init()
+x = torch.empty(torch.cuda.mem_get_info()[0] - ({LEFT} << 30), dtype=torch.uint8, device='cuda')
+print('there', flush=True)
+sys.stdin.read()
+"""
 DEFAULT = ["library", "warm", "driver"]
 CHANGE = "for t in x[: len(x) // 20]: t += 1\ntorch.cuda.synchronize()"
 TRAINING = """
@@ -165,9 +183,8 @@ async def tier(kernel: Any, gib: int, kind: Kind) -> dict[str, Any]:
             await kernel.run(kind.change, timeout=120)
             total = await kernel.run(SUM, timeout=120)
         if kind.mirrors:
-            path, began = kernel.lifecycle.kernel.fast_path(), time.time()
-            await kernel.provisioner.mirror()
-            await until(lambda: not path.amounts().mirrors)  # noqa: B023
+            began = time.time()
+            await begin_mirror(kernel)
             figures.setdefault("mirror", []).append(time.time() - began)
         kernel.steps.events.clear()
         began = time.time()
@@ -191,6 +208,55 @@ async def tier(kernel: Any, gib: int, kind: Kind) -> dict[str, Any]:
     return figures
 
 
+async def begin_mirror(kernel: Any) -> None:
+    """Have host memory get a copy of an idle kernel's device memory, and wait until it is there."""
+    path = kernel.lifecycle.kernel.fast_path()
+    await kernel.provisioner.mirror()
+    await until(lambda: not path.amounts().mirrors)
+
+
+async def exchange(home: Path, base: Path, gib: int, kind: Kind) -> dict[str, Any]:
+    """Have two kernels change places; seconds of each time."""
+    figures: dict[str, Any] = {"moves": [], "whole": [], "overlap": []}
+    async with contextlib.AsyncExitStack() as stack:
+        kernels, totals = [], []
+        for number in range(2):
+            (home / str(number)).mkdir()
+            traits = {**kind.traits, "image_dir": str(home / "images")}
+            kernel = await stack.enter_async_context(notebook(home / str(number), base / str(number), **traits))
+            await kernel.run(kind.fill.format(gib=gib), timeout=120)
+            totals.append(await kernel.run(SUM, timeout=120))
+            if not number:
+                await asyncio.to_thread(kernel.lifecycle.yield_gpu)
+            kernels.append(kernel)
+        hog = subprocess.Popen([sys.executable, "-c", HOG], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        stack.callback(hog.wait)
+        stack.callback(hog.kill)
+        assert hog.stdout is not None and await asyncio.to_thread(hog.stdout.readline) == "there\n"
+        for turn in range(2 * kind.rounds + 2):
+            coming, leaving = kernels[turn % 2], kernels[1 - turn % 2]
+            if kind.mirrors:
+                await begin_mirror(leaving)
+            await asyncio.sleep(1)  # what the last round gives back is not this one's
+            for kernel in kernels:
+                kernel.steps.events.clear()
+            began = time.time()
+            if await coming.run(SUM, timeout=120) != totals[turn % 2]:
+                raise AssertionError("the tensors differ")
+            whole = time.time() - began
+            await until(lambda: leaving.state == "off_gpu")  # noqa: B023
+            (away,) = (event for event in leaving.steps.completed() if event.step == "cuda_suspend")
+            (back,) = (event for event in coming.steps.completed() if event.step == "cuda_resume")
+            if turn >= 2:  # in the first ones, host memory is used for the first time
+                first = away.at - (away.seconds or 0.0)
+                figures["moves"].append(max(away.at, back.at) - first)
+                figures["whole"].append(whole)
+                figures["overlap"].append(away.at - (back.at - (back.seconds or 0.0)))
+            figures["parts"] = {f"out {name}": seconds for name, seconds in away.parts.items()}
+            figures["parts"] |= {f"back {name}": seconds for name, seconds in back.parts.items()}
+    return figures
+
+
 async def sizes(place: Path, base: Path, wanted: list[int], kinds: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for gib in wanted:
@@ -200,6 +266,13 @@ async def sizes(place: Path, base: Path, wanted: list[int], kinds: list[str]) ->
                 continue
             home = place / f"{name}-{gib}"
             home.mkdir()
+            if kind.exchanges:
+                found[f"{gib} {name}"] = figures = await exchange(home, base, gib, kind)
+                shutil.rmtree(home)
+                line = "  ".join(f"{k} {statistics.median(figures[k]):.3f} s" for k in ("moves", "whole", "overlap"))
+                print(f"{gib:4} GiB  {name:17} {line}", flush=True)
+                print("     ", " ".join(f"{k} {seconds:.3f}" for k, seconds in figures["parts"].items()), flush=True)
+                continue
             with mock.patch.dict(os.environ, kind.environment):
                 async with notebook(home, base, **kind.traits) as kernel:
                     found[f"{gib} {name}"] = await tier(kernel, gib, kind)

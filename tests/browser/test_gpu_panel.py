@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from desktop import BADGE, lab, write_notebook
 from fake_gpus import CONFIG, GIB, GPU
@@ -40,10 +42,13 @@ def test_the_badge_says_what_is_held_and_what_was_freed(tab):
     tab.wait_for_phase("suspended")
     tab.toast("suspended: 2.0 GiB of GPU memory freed")
     assert tab.badge == "asleep, 2.0 GiB freed"
+    live = lambda: tab.page.locator(BADGE).first.get_attribute("aria-live")  # noqa: E731
+    assert live() == "polite"
     tab.run(1)
     tab.wait_for_output(1, "42")
     tab.page.locator(BADGE, has_text="2.0 GiB").wait_for()
     assert tab.badge == "2.0 GiB"
+    assert live() == "off"  # a screen reader would read each change aloud
 
 
 def test_the_panel_shows_the_device_memory_of_each_kernel_and_frees_it(tab):
@@ -53,6 +58,11 @@ def test_the_panel_shows_the_device_memory_of_each_kernel_and_frees_it(tab):
     assert panel.locator("rect.jp-mod-share0").count() == 1
     assert panel.locator(".jp-gpuCkpt-sparkline polyline").get_attribute("points")
     tab.picture("gpu-panel")
+    listing = re.compile(r"/gpu-ckpt/kernels(\?|$)")
+    tab.page.route(listing, lambda route: route.fulfill(status=503, json={"message": "Too busy."}))
+    panel.get_by_text("Free memory").click()
+    tab.toast("No memory was freed on .* Too busy.")
+    tab.page.unroute(listing)
     panel.get_by_text("Free memory").click()
     tab.page.locator(".jp-Dialog", has_text="frees 2.0 GiB").wait_for()
     tab.page.locator(".jp-Dialog .jp-mod-accept").click()

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from desktop import BUTTON, NOTEBOOK, STATUS, TOAST, end_kernels, lab, write_notebook
+from desktop import BUTTON, NOTEBOOK, STATUS, TOAST, WAKING, end_kernels, lab, write_notebook
 from fake_gpus import GIB, SUPPORT
 from harness import DAEMON, END_DAEMON
 from waiting import until
@@ -35,6 +35,21 @@ CARD = ".jp-gpuCkpt-card"
 PANEL = "#gpu-ckpt-panel"
 WIDTHS = (400, 600, 800, 1024, 1280, 1600)
 LONG = "a_notebook_whose_name_is_much_longer_than_what_any_status_bar_has_space_for_" * 2 + ".ipynb"
+#: The id of the kernel of the document in front, once that is the one at ``path``.
+KERNEL_IN_FRONT = """
+path => {
+  const context = window.jupyterapp.shell.currentWidget?.context;
+  return context?.path === path && context.sessionContext.session?.kernel?.id;
+}
+"""
+#: Closes the document in front; its copy on the disk stays as it is.
+CLOSE_FRONT = """
+() => {
+  const widget = window.jupyterapp.shell.currentWidget;
+  widget.context.model.dirty = false;
+  widget.close();
+}
+"""
 #: Rules of WCAG and of good practice; not those about the page as a whole, which is JupyterLab's.
 RUN_AXE = """
 async selectors => {
@@ -203,7 +218,11 @@ def test_variables_are_saved_and_come_back_in_the_panel(tab):
     page, server, kernel_id = tab.page, tab.window.server, tab.kernel_id()
     row = open_panel(tab).locator("li", has_text="train.ipynb").first
     row.get_by_text("on the GPU").wait_for()
+    failing = re.compile(r"/saves(\?|$)"), lambda route: route.fulfill(status=503, json={"message": "Too busy."})
+    page.route(*failing)
     row.get_by_text("Save points").click()
+    row.get_by_text("The save points could not be loaded: Too busy.").wait_for()
+    page.unroute(failing[0])
     row.get_by_role("button", name="Save now").click()
     page.locator(".jp-Dialog input").fill("before")
     page.keyboard.press("Enter")
@@ -222,14 +241,45 @@ def test_variables_are_saved_and_come_back_in_the_panel(tab):
     assert_accessible(page, ".jp-Dialog")
     dialog.get_by_role("button", name="Close").press("Enter")
     dialog.wait_for(state="detached")
+    row.get_by_role("button", name="Branch from before", exact=True).focus()
+    page.keyboard.press("Enter")
+    dialog.get_by_text("a copy of the notebook").wait_for()
+    assert_accessible(page, ".jp-Dialog")
+    page.keyboard.press("Enter")
+    branched = page.wait_for_function(KERNEL_IN_FRONT, arg="train-Copy1.ipynb").json_value()
+    assert server.run(branched, "print(x)") == "41"
+    tab.picture("branch")
+    page.evaluate(CLOSE_FRONT)
+    page.get_by_role("tab", name="train-Copy1.ipynb").wait_for(state="detached")
+    assert server.ask("DELETE", f"api/kernels/{branched}").ok
     back.click()
     page.locator(".jp-Dialog", has_text="saved before").locator(".jp-mod-accept").click()
     row.get_by_text("before going back").wait_for()  # a cell before would refuse it: the kernel is busy then
     assert server.run(kernel_id, "print(x)") == "41"
     tab.wait_for_phase("running")
-    row.get_by_role("button", name="Delete before", exact=True).click()
+    delete = row.get_by_role("button", name="Delete before", exact=True)
+    failing = re.compile(r"/saves/before(\?|$)"), failing[1]
+    page.route(*failing)
+    delete.click()
+    page.locator(".jp-Dialog .jp-mod-accept").click()
+    tab.toast("The save point before was not deleted. Too busy.")
+    page.unroute(failing[0])
+    delete.click()
     page.locator(".jp-Dialog .jp-mod-accept").click()
     back.wait_for(state="detached")
+    # JupyterLab requests a subshell of each kernel, and complains where a notebook is closed before the answer.
+    tab.complaints[:] = [each for each in tab.complaints if "create_subshell_request" not in each]
+
+
+def test_a_cell_that_waits_for_its_kernel_says_so_to_everybody(tab):
+    page, events, kernel_id = tab.page, tab.window.events, tab.kernel_id()
+    with tab.window.server.busy(kernel_id):
+        tab.run(1)
+        events.state(kernel_id, "restoring", "checkpointed")
+        page.locator(WAKING).wait_for()
+        assert_accessible(page, WAKING)
+    tab.wait_for_output(1, "42")
+    page.locator(WAKING).wait_for(state="detached")
 
 
 def test_failures_are_listed_with_what_helps_and_stay_when_it_has_helped(tab):

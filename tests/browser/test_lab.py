@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from desktop import BADGE, BUTTON, SLEEPING_WIDGET, STATUS, TOAST, WAKING, lab, write_notebook
+from desktop import BADGE, BUTTON, OPEN, SLEEPING_WIDGET, STATUS, TOAST, WAKING, lab, write_notebook
 from harness import DAEMON, END_DAEMON
 from live import TOKEN, server, until
 
@@ -302,24 +302,51 @@ def test_a_protection_is_set_and_ended_from_the_menu(tab):
 
 
 def test_sleepers_among_the_running_sessions_can_be_woken_and_deleted(tab, name):
-    tab.page.locator('li[data-id="jp-running-sessions"]').first.click()
+    server, page, kernel_id = tab.window.server, tab.page, tab.kernel_id()
+    images = lambda: {each["id"]: each["kernel_id"] for each in server.get("gpu-ckpt/images")}  # noqa: E731
+    assert server.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/save", json={"name": "before", "when": "idle"}).ok
+    until(lambda: images() or page.wait_for_timeout(50))
+    saved = images()
+    page.locator('li[data-id="jp-running-sessions"]').first.click()
     tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")
-    sleeper = tab.page.locator(".jp-gpuCkpt-sleeper", has_text=name)
+    sleeper = page.locator(".jp-gpuCkpt-sleeper", has_text=name)
     sleeper.first.wait_for()
-    assert "MiB" in sleeper.first.inner_text()
+    assert sleeper.count() == 1  # its save point is none
+    assert "MiB" in sleeper.inner_text()
     tab.picture("sleepers")
-    sleeper.first.get_by_text("Wake").click()
+    sleeper.click(button="right")
+    page.locator(".lm-Menu-itemLabel", has_text="Wake kernel").wait_for()
+    page.keyboard.press("Escape")
+
+    # A command is for the notebook in front, wherever a context menu was opened before.
+    page.evaluate(OPEN, write_notebook(server, "other.ipynb", "1"))
     tab.wait_for_phase("running")
-    sleeper.first.wait_for(state="detached")
+    page.evaluate("window.jupyterapp.commands.execute('gpu-ckpt:checkpoint')")
+    tab.wait_for_phase("checkpointed")
+    other = page.locator(".jp-gpuCkpt-sleeper", has_text="other.ipynb")
+    other.hover()
+    other.locator(".jp-RunningSessions-itemShutdown").click()
+    page.locator(".jp-Dialog", has_text="lost for good").wait_for()
+    page.locator(".jp-Dialog .jp-mod-accept").click()
+    other.wait_for(state="detached")
+    assert kernel_id in images().values()
+
+    page.evaluate(OPEN, name)
+    sleeper.get_by_text("Wake").click()
+    tab.wait_for_phase("running")
+    sleeper.wait_for(state="detached")
     tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")
-    sleeper.first.hover()
-    sleeper.first.locator(".jp-RunningSessions-itemShutdown").click()
-    tab.page.locator(".jp-Dialog", has_text="lost for good").wait_for()
-    tab.page.locator(".jp-Dialog .jp-mod-accept").click()
-    until(lambda: tab.window.server.get("gpu-ckpt/images") == [] or tab.page.wait_for_timeout(50))
-    sleeper.first.wait_for(state="detached")
+    sleeper.wait_for()
+    title = page.locator(".jp-AccordionPanel-title", has_text="Sleeping kernels")
+    title.locator(".jp-RunningSessions-shutdownAll").click()
+    page.locator(".jp-Dialog", has_text="Delete the images of all sleeping kernels").wait_for()
+    page.locator(".jp-Dialog .jp-mod-accept").click()
+    until(lambda: len(images()) < 2 or page.wait_for_timeout(50))
+    assert images() == saved  # nor is a save point a kernel that sleeps
+    # JupyterLab has something to send to a kernel whose notebook is open when it ends.
+    tab.complaints[:] = [each for each in tab.complaints if "Kernel is dead" not in each]
 
 
 class TestWidgets:

@@ -27,7 +27,10 @@ sys.path.append({SUPPORT!r})
 from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.kernel import engine
 from jupyter_gpu_ckpt.sharing.policy import Rules
+from jupyter_gpu_ckpt.lifecycle import context
 from jupyter_gpu_ckpt.testing.fake_host import install
+from library_accounting import Accounting
+context.FastPath = Accounting
 images = Path(c.GpuCkptProvisioner.image_dir)
 install({{{GPU!r}: {100 * MIB}}}, images)
 engine.shared_exchange(engine.shared_engine(images).gpus).rules = Rules({{rules}})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,25 @@ def found(fd: int) -> dict[str, str]:
 def without_handles(monkeypatch) -> None:
     """Simulates an ordinary user, who may not open files by their handles."""
     monkeypatch.setattr(watched_files._Search, "opened", lambda *_: "")
+
+
+def test_watches_are_put_back_although_another_process_of_the_tree_has_ended(tmp_path):
+    program = f"{SETUP}\nadd({str(tmp_path)!r}, 0x100)\nprint(fd, flush=True); import time; time.sleep(1000)"
+    processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        (first, _), (second, number) = [(process.pid, int(process.stdout.readline())) for process in processes]
+        information = Path(f"/proc/{second}/fdinfo/{number}")
+        before = watches(information.read_text())
+        noted = watched_files.remove([first, second], WatchedFiles())
+        assert watches(information.read_text()) == []
+        processes[0].kill()
+        processes[0].wait()
+        assert [why for pid, of_process in noted.items() for why in watched_files.put_back(pid, of_process)] == []
+        assert watches(information.read_text()) == before
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize("handles", [True, False])

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import threading
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from jupyter_gpu_ckpt.criu.install import Check, CriuBinary
 from jupyter_gpu_ckpt.cuda.fastpath import Preload
 from jupyter_gpu_ckpt.doctor import checks
 from jupyter_gpu_ckpt.doctor.checks import Finding, diagnose, fit, reason
-from jupyter_gpu_ckpt.doctor.probes import DirectoryFacts, Probes, ServerExtension
+from jupyter_gpu_ckpt.doctor.probes import DirectoryFacts, NoIpykernel, Probes, ServerExtension
 from jupyter_gpu_ckpt.errors import CriuMissing, CudaError, CudaUnavailable
 
 PERMITTED = (
@@ -250,6 +251,14 @@ FAULTS = {
         replace(FIT, directory_facts=lambda path: DirectoryFacts(path, 100 << 30, "ext4", "Permission denied")),
         "image-directory", "error", "cpu", "Permission denied", "sudo install -d -m 700",
     ),
+    "images on a full disk": (
+        replace(FIT, directory_facts=lambda path: DirectoryFacts(path, 100 << 30, "ext4", "No space left on device")),
+        "image-directory", "error", "cpu", "No space left", "df -h",
+    ),
+    "images on a disk without hard links": (
+        replace(FIT, directory_facts=lambda path: DirectoryFacts(path, 100 << 30, "vfat", "Operation not permitted")),
+        "image-directory", "error", "cpu", "not permitted", "Set another image directory",
+    ),
     "images on nfs": (
         replace(ROOT, directory_facts=lambda path: DirectoryFacts(path, 100 << 30, "nfs4")),
         "image-directory", "warning", "cpu", "squashes root", "",
@@ -269,6 +278,14 @@ FAULTS = {
     "no ipykernel": (
         replace(FIT, default_kernel=raiser(LookupError("no module"))),
         "ipykernel", "warning", "cpu", "no module", "pip install ipykernel",
+    ),
+    "no ipykernel in the kernel's own environment": (
+        replace(FIT, default_kernel=raiser(NoIpykernel("no module", "/env of mine/bin/python"))),
+        "ipykernel", "warning", "cpu", "no module", "'/env of mine/bin/python' -m pip install ipykernel",
+    ),
+    "a kernel whose Python hangs": (
+        replace(FIT, default_kernel=raiser(TimeoutError("it did not end"))),
+        "ipykernel", "warning", "cpu", "did not end", "",
     ),
     "old driver": (
         replace(FIT, nvidia_driver=lambda: "535.183.01"),
@@ -311,6 +328,17 @@ FAULTS = {
         "mps", "error", "gpu", "MPS", "echo quit | nvidia-cuda-mps-control",
     ),
 }  # fmt: skip
+
+
+def test_a_file_server_that_never_answers_ends_no_more_than_its_check(monkeypatch):
+    monkeypatch.setattr(checks, "DEADLINE", 0.5)
+    answered = threading.Event()
+    findings = diagnose(probes=replace(FIT, directory_facts=lambda path: answered.wait()))
+    answered.set()
+    unanswered = [finding for finding in findings if "no answer within" in finding.message]
+    assert [finding.check for finding in unanswered] == ["image-directory", "shared-memory"]
+    assert not fit(findings, "cpu")
+    assert findings[-1].check == "fast-path"
 
 
 @pytest.mark.parametrize("name", FAULTS)

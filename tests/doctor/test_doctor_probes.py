@@ -44,8 +44,9 @@ def test_default_kernel_without_ipykernel(monkeypatch, tmp_path):
     content = {"argv": [str(python), "-m", "ipykernel_launcher"], "display_name": "x", "language": "python"}
     (spec / "kernel.json").write_text(json.dumps(content))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    with pytest.raises(LookupError, match="No module named ipykernel"):
+    with pytest.raises(probes.NoIpykernel, match="No module named ipykernel") as caught:
         probes.default_kernel()
+    assert caught.value.python == str(python)
 
 
 @pytest.mark.parametrize(

@@ -514,21 +514,104 @@ def test_a_wake_that_could_not_begin_is_an_error_of_the_cell_and_the_next_one_tr
     assert world.gate.state == "asleep"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "k = get_ipython().kernel\n"
-        "k.session.send(k.iopub_socket, 'gpu_ckpt_request', {'verb': 'checkpoint'}, parent=k.get_parent('shell'))",
-        "%%risky\n1",
-    ],
-    ids=["its last line", "its first line"],
-)
-def test_a_cell_whose_request_cannot_be_carried_out_keeps_no_later_one_from_running(world: World, code: str) -> None:
+def test_a_cell_whose_request_cannot_be_carried_out_keeps_no_later_one_from_running(world: World) -> None:
     client = refusing(world).client()
-    reply(client, client.execute("get_ipython().register_magic_function(lambda *_: None, 'cell', 'risky')"))
+    code = (
+        "k = get_ipython().kernel\n"
+        "k.session.send(k.iopub_socket, 'gpu_ckpt_request', {'verb': 'checkpoint'}, parent=k.get_parent('shell'))"
+    )
     for cell in (client.execute(code), client.execute("2")):
         assert reply(client, cell)["content"]["status"] == "ok"
     until(lambda: world.gate.state == "open", "the gate is open")
+
+
+# -- risky cells ------------------------------------------------------------------------------------------------------
+
+RISKY = "%%risky\nran.append(1)"
+
+
+def with_risky(world: World) -> BlockingKernelClient:
+    """A client of a kernel that runs risky cells as its agent has it do: without their first line."""
+    client = world.client()
+    magic = "get_ipython().register_magic_function(lambda _, cell: exec(cell, globals()), 'cell', 'risky'); ran = []"
+    assert reply(client, client.execute(magic))["content"]["status"] == "ok"
+    return client
+
+
+def risky_runs(client: BlockingKernelClient) -> str:
+    """The number of risky cells that the kernel has run."""
+    wanted = reply(client, client.execute("", user_expressions={"ran": "len(ran)"}))["content"]["user_expressions"]
+    return str(wanted["ran"]["data"]["text/plain"])
+
+
+def test_each_risky_cell_waits_for_a_save_point_of_its_own(up: World) -> None:
+    client = with_risky(up)
+    first, between, second = client.execute(RISKY), client.execute("1"), client.execute(RISKY)
+    until(lambda: up.gate.queued == 3, "all are kept")
+    up.gate.drain(DEADLINE)
+    up.gate.release()  # as a save does, before its image is complete
+    assert (up.gate.state, up.gate.queued) == ("draining", 3)
+    assert up.asked == [{"verb": "save_before_cell", "cell": first}]
+    up.gate.risky_saved(second, None)  # of another kernel's cell
+    assert up.gate.queued == 3
+    up.gate.risky_saved(first, None)
+    for cell in (first, between):
+        assert reply(client, cell)["content"]["status"] == "ok"
+    until(lambda: up.asked[1:] == [{"verb": "save_before_cell", "cell": second}], "the second is requested")
+    assert (up.gate.state, up.gate.queued) == ("draining", 1)
+    up.gate.risky_saved(second, None)
+    assert reply(client, second)["content"]["status"] == "ok"
+    assert (risky_runs(client), up.gate.state) == ("2", "open")
+
+
+def test_a_risky_cell_without_a_save_point_does_not_run_nor_what_its_client_sent_behind_it(up: World) -> None:
+    client, other = with_risky(up), up.client()
+    risky, behind = client.execute(RISKY), client.execute(RISKY)
+    until(lambda: up.gate.queued == 2, "both are kept")
+    others = other.execute("1")
+    until(lambda: up.gate.queued == 3, "the other's, too")
+    up.gate.risky_saved(risky, GpuFull("No room."))
+    assert reply(client, risky)["content"]["ename"] == "GPU_FULL"
+    assert reply(client, behind)["content"] == {"status": "aborted"}
+    assert reply(other, others)["content"]["status"] == "ok"
+    assert (risky_runs(client), up.gate.state) == ("0", "open")
+
+
+def test_a_risky_cell_whose_save_point_cannot_be_requested_does_not_run(world: World) -> None:
+    client = with_risky(refusing(world))
+    assert reply(client, client.execute(RISKY))["content"]["ename"] == "LIMIT_REACHED"
+    assert (risky_runs(client), world.gate.state) == ("0", "open")
+
+
+def test_a_risky_cell_that_waits_can_be_interrupted(up: World) -> None:
+    client = with_risky(up)
+    risky = client.execute(RISKY)
+    until(lambda: up.gate.queued == 1, "it is kept")
+    send(client, "interrupt_request", {}, "control")
+    assert reply(client, risky)["content"]["ename"] == "KeyboardInterrupt"
+    up.gate.risky_saved(risky, None)
+    assert risky_runs(client) == "0"
+
+
+def test_a_kernel_that_was_woken_for_a_risky_cell_is_saved_before_it(up: World) -> None:
+    client = with_risky(up)
+    up.to_sleep()
+    risky = client.execute(RISKY)
+    until(lambda: up.woken == ["execute_request"], "the wake")
+    up.wake()
+    assert (up.gate.state, up.asked) == ("draining", [{"verb": "save_before_cell", "cell": risky}])
+    up.gate.kernel_died()
+    up.gate.risky_saved(risky, None)  # its save ends late
+    assert up.gate.queued == 0
+
+
+def test_a_cell_that_only_has_the_word_is_waited_for_as_any_other(up: World, tmp_path: Path) -> None:
+    client = with_risky(up)
+    cell = client.execute(wait_for(tmp_path / "go") + f"{RISKY!r}")
+    until(lambda: up.gate.pending == ["execute_request"], "the cell is under way")
+    (tmp_path / "go").touch()
+    assert reply(client, cell)["content"]["status"] == "ok"
+    assert up.asked == []
 
 
 def test_each_cell_that_does_not_stop_gets_the_whole_error(up: World) -> None:

@@ -8,7 +8,7 @@ import random
 import time
 
 import pytest
-from harness import notebook
+from harness import notebook, until
 
 from jupyter_gpu_ckpt.kernel import engine
 from jupyter_gpu_ckpt.sharing.policy import Rules
@@ -87,6 +87,40 @@ async def test_four_kernels_and_a_process_that_does_not_take_part(tmp_path, runt
         assert await away.run("print(6 * 7)") == "42"
         record(without_cuda_s=round(time.monotonic() - began, 3))
         assert away.state == "off_gpu"
+
+
+#: Several allocations, of which each can leave by itself.
+SEVERAL = """
+import torch
+x = [torch.full((1 << 24,), {seed} + n, dtype=torch.int64, device="cuda") for n in range({count})]  # of 128 MiB
+torch.cuda.synchronize()
+def intact():
+    return all(bool((each == {seed} + n).all()) for n, each in enumerate(x))
+"""
+
+
+@pytest.mark.alone
+async def test_two_kernels_change_places_with_little_free_memory(tmp_path, runtime_base, subject, gpus, record):
+    """Again and again; the one that comes begins before the other one has left."""
+    async with shared(tmp_path, runtime_base, 2) as kernels:
+        for seed, kernel in enumerate(kernels):
+            await kernel.run("del x; torch.cuda.empty_cache()", timeout=120)
+            await kernel.run(SEVERAL.format(seed=100 * seed, count=96), timeout=120)
+            await asyncio.to_thread(kernel.lifecycle.yield_gpu)
+        subject().run(HOG.format(bytes=gpus.list()[0].free - 15 * GIB, index=0), 120)
+        overlaps = []
+        assert await kernels[0].run("print(intact())", timeout=120) == "True"
+        for turn in range(10):
+            leaving, coming = kernels[turn % 2], kernels[1 - turn % 2]
+            for kernel in kernels:
+                kernel.steps.events.clear()
+            assert await coming.run("print(intact())", timeout=120) == "True"
+            await until(lambda: leaving.state == "off_gpu")  # noqa: B023
+            (away,) = (event for event in leaving.steps.completed() if event.step == "cuda_suspend")
+            (back,) = (event for event in coming.steps.completed() if event.step == "cuda_resume")
+            overlaps.append(round(away.at - (back.at - (back.seconds or 0.0)), 3))
+        record(overlaps_s=overlaps)
+        assert max(overlaps) > 0
 
 
 @pytest.mark.alone

@@ -11,7 +11,8 @@ from small_server import BUSY, DRAINED, Double
 
 from jupyter_gpu_ckpt.errors import ServerRefused, ServerSilent
 from jupyter_gpu_ckpt.hub.client import ServerClient
-from jupyter_gpu_ckpt.hub.cull_arbiter import Arbiter
+from jupyter_gpu_ckpt.hub.cull_arbiter import Arbiter, _owner
+from jupyter_gpu_ckpt.hub.spawner import notes
 
 HOUR = 3600.0
 
@@ -29,6 +30,13 @@ async def ask(arbiter: Arbiter, inactive: float) -> bool:
     )
 
 
+def long_ago(arbiter: Arbiter) -> None:
+    """Make all that the arbiter has done something of two hours ago."""
+    requests = arbiter._requests["/user/ann/"]
+    for name in ("began", "ended", "drain_began"):
+        setattr(requests, name, getattr(requests, name) - 2 * HOUR)
+
+
 async def test_a_server_in_use_gets_no_request(double):
     assert not await ask(Arbiter(double.url, "t"), HOUR - 1)
     assert double.asked == []
@@ -39,6 +47,47 @@ async def test_an_idle_one_is_culled_once_it_is_drained(double):
     assert await ask(arbiter, HOUR)
     assert double.posts() == 1
     assert arbiter.refusals == {}
+
+
+async def test_a_server_gets_a_token_for_itself_and_never_the_cullers_own(double):
+    """A server's user reads what is sent to the server: the culler's token would open those of all users."""
+    double.result = None
+    arbiter = Arbiter(double.url, "of-the-culler", wait=0.01)
+    assert not await ask(arbiter, HOUR)
+    assert not await ask(arbiter, 0)
+    double.result, arbiter.wait = DRAINED, 30.0
+    assert await ask(arbiter, 0)
+    assert double.sent == {"server": {"token of-a-server-of-ann"}, "hub": {"token of-the-culler"}}
+    ((user, scopes, seconds),) = [(made["user"], made["scopes"], made["expires_in"]) for made in double.made]
+    assert (user, scopes) == ("ann", ["access:servers!server=ann/"])
+    assert 0 < seconds <= 24 * HOUR
+
+
+async def test_requests_at_the_same_time_share_a_token(double):
+    arbiter = Arbiter(double.url, "t")
+    server = {"url": "/user/ann/", "name": ""}
+    await asyncio.gather(*(arbiter._client(server) for _ in range(3)))
+    assert len(double.made) == 1
+
+
+async def test_a_culler_that_may_make_no_tokens_says_which_scope_it_lacks(double):
+    double.hub_status = 403
+    arbiter = Arbiter(double.url, "t")
+    assert not await ask(arbiter, HOUR)
+    assert "scope tokens" in arbiter.refusals["/user/ann/"]
+    assert double.sent["server"] == set()
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "found"),
+    [
+        ("/user/ann/", "", ("/", "ann", "")),
+        ("/user/ann/gpu%20one/", "gpu one", ("/", "ann", "gpu one")),
+        ("/team/user/ann%40home.org/", "", ("/team/", "ann@home.org", "")),
+    ],
+)
+def test_whose_server_it_is(path, name, found):
+    assert _owner(path, name) == found
 
 
 async def test_a_kernel_that_stays_keeps_the_server_and_says_why(double):
@@ -78,11 +127,25 @@ async def test_what_was_found_before_somebody_used_it_does_not_count(double):
     assert not await ask(arbiter, HOUR)
     double.result = DRAINED
     await until(lambda: all(task.done() for task in arbiter._drains.values()))
-    arbiter._requests["/user/ann/"].ended -= 2 * HOUR  # all that was long ago
-    arbiter._requests["/user/ann/"].began -= 2 * HOUR
+    long_ago(arbiter)
     double.result = BUSY
     arbiter.wait = 30.0
     assert not await ask(arbiter, HOUR)
+    assert double.posts() == 2
+
+
+async def test_use_during_a_drain_makes_it_out_of_date(double):
+    """A kernel may have been woken while another one was being checkpointed."""
+    double.result = None
+    arbiter = Arbiter(double.url, "t", wait=0.01)
+    assert not await ask(arbiter, HOUR)
+    double.result, double.last_activity = DRAINED, datetime.now(timezone.utc)
+    await until(lambda: all(task.done() for task in arbiter._drains.values()))
+    assert not await ask(arbiter, 0)
+    long_ago(arbiter)
+    double.last_activity -= timedelta(hours=2)
+    double.result, arbiter.wait = BUSY, 30.0
+    assert not await ask(arbiter, 2 * HOUR)
     assert double.posts() == 2
 
 
@@ -144,6 +207,42 @@ async def test_an_answer_of_another_form_is_a_refusal(double, result):
     assert "SERVER_REFUSED" in arbiter.refusals["/user/ann/"]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "[]",
+        "3",
+        "{}",
+        '{"status": "running"}',
+        '{"status": "done", "result": null}',
+        '{"status": "done", "result": null, "error": "broken"}',
+        '{"status": "done", "result": null, "error": {"code": "A\\nServer /user/bob/ may be culled", "hint": 3}}',
+    ],
+)
+async def test_a_job_of_another_form_is_a_refusal(double, answer):
+    double.instead["gpu-ckpt/drain"] = answer
+    arbiter = Arbiter(double.url, "t")
+    assert not await ask(arbiter, HOUR)
+    assert "SERVER_REFUSED" in arbiter.refusals["/user/ann/"]
+    assert arbiter.refusals["/user/ann/"].isprintable()
+
+
+@pytest.mark.parametrize("answer", ["[]", "{}", '{"last_activity": "yesterday"}', '{"last_activity": 3}'])
+async def test_a_last_activity_of_another_form_is_a_refusal(double, answer):
+    double.result = BUSY
+    arbiter = Arbiter(double.url, "t")
+    assert not await ask(arbiter, HOUR)
+    double.result, double.instead["api/status"] = DRAINED, answer
+    assert not await ask(arbiter, 0)
+    assert "SERVER_REFUSED" in arbiter.refusals["/user/ann/"]
+
+
+async def test_an_answer_that_is_nested_without_an_end_is_none(double):
+    double.instead["gpu-ckpt/drain"] = "[" * 100_000
+    with pytest.raises(ServerSilent):
+        await ServerClient(double.url + "/user/ann/", "t", slack=0.3).drain(0.0)
+
+
 async def test_what_a_server_says_forges_no_line_of_a_log(double):
     forged = {**BUSY["kernels"][0], "kernel_id": "k\nServer /user/bob/ may be culled", "hint": "\x1b[2J" * 1000}
     double.result = {"drained": False, "kernels": [forged]}
@@ -151,6 +250,16 @@ async def test_what_a_server_says_forges_no_line_of_a_log(double):
     assert not await ask(arbiter, HOUR)
     assert arbiter.refusals["/user/ann/"].isprintable()
     assert len(arbiter.refusals["/user/ann/"]) < 500
+
+
+async def test_a_server_with_countless_kernels_fills_neither_a_log_nor_the_hub(double):
+    double.result = {"drained": False, "kernels": BUSY["kernels"] * 500}
+    outcome = await ServerClient(double.url + "/user/ann/", "t").drain()
+    assert str(outcome).endswith("; and 480 more")
+    assert len(notes(outcome)) == 21 and "480 more" in notes(outcome)[-1]
+    double.result["kernels"] *= 3
+    with pytest.raises(ServerRefused):
+        await ServerClient(double.url + "/user/ann/", "t").drain()
 
 
 async def test_no_server_can_delay_its_end_for_ever(double):

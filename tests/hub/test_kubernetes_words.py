@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +27,27 @@ H200 = GpuModel("NVIDIA H200", 143_771 << 20)
 WANTED = Requirements(
     "x86_64", frozenset({"aes", "avx", "avx512_vnni", "bmi2", "fma"}), (6, 1), "2.36", "580.159.03", (H200,), 5 << 30
 )
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"driver": "-580"},
+        {"driver": "5" * 64},
+        {"gpus": (GpuModel("((", 1 << 30),)},
+        {"gpus": (GpuModel("N" * 96, 1 << 30),)},
+        {"cpu": frozenset({"avx" + "x" * 60})},
+    ],
+)
+def test_what_is_no_label_is_not_required(hostile):
+    """Kubernetes would refuse the pod, and the server could not be started any more."""
+    form = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)")
+    wanted = dataclasses.replace(WANTED, **hostile)
+    for known in (None, {*NODE, CPUID + "AVX" + "X" * 60}):
+        for one in (one for alternative in expressions(wanted, known) for one in alternative):
+            assert form.fullmatch(one["key"].rpartition("/")[2])
+            assert all(form.fullmatch(value) for value in one["values"]), one
+    assert fits(expressions(dataclasses.replace(wanted, gpus=())), NODE)
 
 
 def test_a_node_with_the_same_labels_fits():

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from harness import until
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.errors import ImageFormat
 from jupyter_gpu_ckpt.hub import placement
 from jupyter_gpu_ckpt.hub.placement import Placement
@@ -82,6 +88,32 @@ async def test_features_and_gpus_are_requested_of_slurm(published):
     assert await messages(spawner) == [
         "Your sleeping kernel needs 2 x NVIDIA H200, driver 580.1, Linux 6.1 or newer, glibc 2.36, x86_64: n1 will do."
     ]
+
+
+async def test_a_directory_that_does_not_answer_takes_none_of_the_hubs_threads(published, monkeypatch):
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # of a small hub
+    answers, real, asked = threading.Event(), placement.read, []
+
+    def read(directory):
+        asked.append(directory)
+        answers.wait()
+        return real(directory)
+
+    monkeypatch.setattr(placement, "read", read)
+    publish(published, ON_GPU)
+    place, spawner = hook(published, timeout=0.2), slurm(req_gres="gpu:1")
+    try:
+        for _ in range(3):
+            await place(spawner)
+            assert any("could not be found out (TimeoutError)" in message for message in await messages(spawner))
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 60) == "free"
+        assert len(asked) == 1
+    finally:
+        answers.set()
+    await until(lambda: not place._reading)
+    place.timeout = 60.0
+    await place(spawner)
+    assert spawner.req_gres == "gpu:h200:2"
 
 
 async def test_a_spawner_with_a_trait_of_its_own_for_constraints(published):
@@ -156,6 +188,21 @@ async def test_a_scheduler_that_does_not_answer_keeps_no_server_from_starting(pu
     assert (spawner.req_gres, spawner.req_options) == ("gpu:1", "")
     (message,) = await messages(spawner)
     assert "you get any. They stay saved" in message
+
+
+async def test_nothing_is_left_of_a_scheduler_that_does_not_answer(published, tmp_path):
+    publish(published, ON_GPU)
+    command = ["sh", "-c", f"sleep 1000 & echo $! >{tmp_path}/made && mv {tmp_path}/made {tmp_path}/child; wait"]
+    start = asyncio.create_task(hook(published, sinfo=command, timeout=60.0)(slurm()))
+    await until((tmp_path / "child").exists)
+    start.cancel()
+    await asyncio.wait({start})
+    child = int((tmp_path / "child").read_text())
+    try:
+        await until(lambda: procfs.is_ending(child))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 async def test_what_is_published_and_no_publication_keeps_no_server_from_starting(published):

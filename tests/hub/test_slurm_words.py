@@ -115,6 +115,7 @@ def test_a_nodes_own_features_fit_it():
         ("--exclusive -C x", "--exclusive '--constraint=x&a&b'"),
         ("--constraint=x|y --comment='two words'", "'--comment=two words' '--constraint=(x|y)&a&b'"),
         ("--constraint x", "'--constraint=x&a&b'"),
+        ("--exclusive -Cx", "--exclusive '--constraint=x&a&b'"),
     ],
 )
 def test_the_administrators_constraints_stay(before, after):

@@ -30,11 +30,11 @@ from jupyter_gpu_ckpt.image.manifest import FileEntry, Manifest
 from jupyter_gpu_ckpt.image.store import Store
 
 
-def publish(store: Store, content: bytes = b"pages"):
+def publish(store: Store, content: bytes = b"pages", created: float = FACTS.created):
     draft = store.begin(FACTS.kernel_id)
     (draft.criu_directory / "pages-1.img").write_bytes(content)
     (draft.criu_directory / "pages-1.img").chmod(0o644)
-    return draft.publish(FACTS)
+    return draft.publish(dataclasses.replace(FACTS, created=created))
 
 
 def test_a_published_image_is_found_whole_and_private(store):
@@ -48,6 +48,11 @@ def test_a_published_image_is_found_whole_and_private(store):
     assert store.root.stat().st_mode & 0o777 == 0o700
     for path in [image.path, *image.path.rglob("*")]:
         assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_images_of_one_second_are_listed_in_the_order_of_their_creation(store):
+    published = [publish(store, created=1 + number / 10).id for number in range(10)]
+    assert [image.id for image in store.images()] == published
 
 
 def test_a_draft_is_no_image_and_leaves_nothing_when_discarded(store):

@@ -76,6 +76,24 @@ def test_an_answer_that_cannot_be_made_is_an_error_without_details(agent_request
     assert gate.sent[0]["error"]["message"] == "The request could not be answered: AttributeError."
 
 
+def test_kernels_whose_save_points_are_being_published_keep_no_other_waiting(agent_requests: AgentRequests) -> None:
+    state, gate = SimpleNamespace(publishes_save_point=True), Gate()
+    store = SimpleNamespace(images=list)
+    publishes: Any = SimpleNamespace(
+        home=SimpleNamespace(kernel_id="publishes"), kernel=state, engine=SimpleNamespace(store=store)
+    )
+    answered: Any = Gate()
+    try:
+        for _ in range(16):
+            agent_requests.answer({"verb": "saves", "now": True}, publishes, gate)  # type: ignore[arg-type]
+        agent_requests.answer({"verb": "protect", "seconds": 0, "now": True}, LIFECYCLE, answered)
+        until(lambda: answered.sent, "the answer to another kernel")
+        assert gate.sent == []
+    finally:
+        state.publishes_save_point = False
+    until(lambda: len(gate.sent) == 16, "the others' answers")
+
+
 def test_a_protection_is_written_down_and_taken_over() -> None:
     remembered = []
     log = logging.getLogger("test")

@@ -72,7 +72,7 @@ def test_before_a_risky_cell_there_is_a_save_point_and_a_kernel_that_dies_in_it_
     kernel_id = living.start_kernel()
     living.run(kernel_id, "x = 41")
     assert living.run(kernel_id, "\n%%risky\nx += 1\nprint(x)") == "42"
-    until(lambda: saves(living, kernel_id) == ["before a risky cell"])  # the cell runs while it is published
+    assert saves(living, kernel_id) == ["before a risky cell"]
     assert living.run(kernel_id, "print('%%risky is no mark here')") == "%%risky is no mark here"
     with living.client(kernel_id) as client:  # nor here: IPython gets that line, and does not know it
         reply = client.execute_interactive("%%risky cell", timeout=60, output_hook=lambda _: None)
@@ -80,12 +80,26 @@ def test_before_a_risky_cell_there_is_a_save_point_and_a_kernel_that_dies_in_it_
     assert saves(living, kernel_id) == ["before a risky cell"]
     with living.client(kernel_id) as client:
         client.execute("%%risky\nimport os; os._exit(3)")
-        until(lambda: len(saves(living, kernel_id)) == 2)
+        until(lambda: "restarting kernel" in (living.home / "server.log").read_text())  # a cell before that is lost
+    assert len(saves(living, kernel_id)) == 2
     offered = until(lambda: said(living, kernel_id))
     assert "ended with status 3" in offered
     assert f"%gpu_checkpoint --back {newest(living, kernel_id)!r}" in offered
     assert living.do(kernel_id, "back", {"name": newest(living, kernel_id)})["error"] is None
     assert living.run(kernel_id, "print(x)") == "42"
+
+
+def test_a_risky_cell_does_not_run_without_a_save_point(living):
+    kernel_id = living.start_kernel()
+    living.run(kernel_id, "import os; ends = os.pipe2(os.O_DIRECT)")
+    with living.client(kernel_id) as client:
+        reply = client.execute_interactive("%%risky\nends = None", timeout=60, output_hook=lambda _: None)
+    assert reply["content"]["ename"] == "FILE_UNSUPPORTED", reply["content"]
+    assert "Left behind: the cell has not run." in reply["content"]["traceback"]
+    assert saves(living, kernel_id) == []
+    assert living.run(kernel_id, "[os.close(end) for end in ends]; print('closed')") == "closed"
+    assert living.run(kernel_id, "%%risky\nprint(1)") == "1"
+    assert saves(living, kernel_id) == ["before a risky cell"]
 
 
 def test_an_idle_kernel_is_saved_once_until_it_is_used_again(tmp_path, runtime_base, criu_binary):

@@ -21,7 +21,7 @@ class Kernel:
     def __init__(self, *, fails: bool = False, **traits) -> None:
         self.mirror_when_idle, self.host_copy_bytes, self.save_when_idle = True, 1 << 30, 0.0
         self.state, self.log, self.fails, self.mirrors = State.RUNNING, logging.getLogger("test"), fails, 0
-        self.gate = SimpleNamespace(under_way=SimpleNamespace(cells=()), last_activity=time.monotonic() - INTERVAL)
+        self.gate = SimpleNamespace(under_way=SimpleNamespace(cells=()), last_activity=time.monotonic() - 2 * INTERVAL)
         for name, value in traits.items():
             setattr(self, name, value)
 

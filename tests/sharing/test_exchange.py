@@ -120,6 +120,42 @@ def test_a_claim_waits_for_no_server_that_is_stopped_with_its_lock(exchange, wai
     assert waiting.participant.residence is Residence.ARRIVING
 
 
+@pytest.fixture
+def leaving(exchange):
+    """A member that leaves the GPU, where it has 60 of 100."""
+    member = Member(exchange, KernelDouble())
+    exchange._members[member.participant.kernel] = member
+    here = {"residence": Residence.PRESENT, "on": (A,), "resident": (60,), "was_on": (A,), "gpus": (A,), "needs": (60,)}
+    member.update(lambda p: replace(p, **here))
+    (exchange.directory.parent / "memory" / f"{os.getpid()}-leaver").write_text(f"{A} 60")
+    member.update(lambda p: p.leaving(time.monotonic(), {}))
+    return member
+
+
+def test_memory_that_is_becoming_free_is_claimed_by_one_kernel_that_arrives_early(exchange, leaving, waiting):
+    def claims(needed: int = 80, **facts) -> bool:
+        before = waiting.participant
+        waiting.update(lambda p: replace(p, needs=(needed,), **facts))
+        exchange._decide()
+        granted = exchange.claim(waiting) is not None
+        waiting.update(lambda _: before)
+        return granted
+
+    assert not claims(arrives_early=True), "nobody knows whether it will leave"
+    leaving.update(lambda p: replace(p, frees=True))
+    assert not claims(arrives_early=False)
+    assert claims(arrives_early=True)
+    exchange._others[A] = 30
+    assert not claims(arrives_early=True), "programs that do not share had so much before the move"
+    assert claims(70, arrives_early=True)
+    exchange._others[A] = 0
+    other = Member(exchange, KernelDouble())
+    exchange._members[other.participant.kernel] = other
+    there = {"residence": Residence.ARRIVING, "on": (A,), "resident": (10,), "gpus": (A,), "needs": (10,)}
+    other.update(lambda p: replace(p, **there))
+    assert not claims(arrives_early=True), "each of two would find the same memory free"
+
+
 @pytest.mark.parametrize("more", [0, 10])
 def test_a_turn_of_a_kernel_that_stays_where_it_is_locks_nothing_but_for_more_memory(exchange, waiting, more):
     here = {"residence": Residence.PRESENT, "on": (A,), "resident": (80,), "was_on": (A,), "needs": (80 + more,)}

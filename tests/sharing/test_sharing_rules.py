@@ -114,6 +114,23 @@ def test_protection_ends_with_the_budget_of_its_user():
     assert leavers(decided(*there, waiting("w"), allotments={"u": Allotment(protect_budget=2999.0)})) == ["a"]
 
 
+@pytest.mark.parametrize("frees", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+def test_only_a_kernel_that_can_arrive_early_is_granted_memory_that_is_becoming_free(frees, early):
+    leaver = replace(idle("a", 0.0, 80), residence=Residence.LEAVING, moving_since=NOW, frees=frees)
+    again = replace(leaver, waiting_since=NOW - 0.5, arrives_early=True)
+    for there in (leaver, again):  # a kernel that still leaves does not return yet
+        decisions = decided(there, waiting("w", arrives_early=early))
+        assert [each.kernel for each in decisions.grants] == (["w"] if frees and early else [])
+
+
+def test_what_becomes_free_is_granted_to_one_kernel():
+    leaver = replace(idle("a", 0.0, 80), residence=Residence.LEAVING, moving_since=NOW, frees=True)
+    both = [waiting(name, since, needs=60, arrives_early=True) for name, since in (("v", NOW - 2), ("w", NOW - 1))]
+    decisions = decided(leaver, *both)
+    assert ([each.kernel for each in decisions.grants], [each.kernel for each in decisions.waits]) == (["v"], ["w"])
+
+
 def test_a_weight_makes_turns_longer():
     decisions = decided(waiting("w", user="u"), allotments={"u": Allotment(weight=2.0)})
     assert decisions.grants[0].turn.seconds == 2 * RULES.first_turn

@@ -10,6 +10,7 @@ import pytest
 from images import FACTS, publish
 
 from jupyter_gpu_ckpt.errors import ImageArchived, ImageBusy, RemoteFailed
+from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image import lease as leases
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.transfer import archive
@@ -48,6 +49,18 @@ def test_an_archived_image_is_there_but_for_its_content(store, remote):
     assert not image.archived
 
 
+def test_an_archived_image_is_not_sealed_or_pushed_without_its_content(store, remote, tmp_path):
+    image = publish(store)
+    archive.archive(image, store, remote)
+    with pytest.raises(ImageArchived):
+        store.seal(image)
+    with pytest.raises(ImageArchived, match="Wake its kernel"):
+        Remote(f"file://{tmp_path}/elsewhere").push(image, remove_from=store)
+    with image.lease():
+        archive.fetch_content(image, store, remote)
+    store.check(image)
+
+
 def test_only_old_images_go_and_each_once(store, remote):
     old = publish(store)  # of the year 1970
     assert list(archive.archive_old(store, remote, 60.0)) == [(old, 5004)]
@@ -77,6 +90,17 @@ def test_content_that_is_gone_is_reported(store, remote):
     remote.remove(image.id)
     with image.lease(), pytest.raises(ImageArchived):
         archive.fetch_content(image, store, remote)
+
+
+def test_a_removed_image_takes_along_what_a_wake_had_fetched_of_it(store, remote, monkeypatch):
+    image = publish(store)
+    archive.archive(image, store, remote)
+    with monkeypatch.context() as patch, image.lease(), pytest.raises(RemoteFailed):
+        patch.setattr(remote.storage, "sizes", mock.Mock(side_effect=OSError))
+        archive.fetch_content(image, store, remote)
+    assert (store.root / layout.INCOMING / image.id).exists()
+    store.remove(image)
+    assert not (store.root / layout.INCOMING / image.id).exists()
 
 
 def test_a_removed_image_takes_its_mark_along(store, remote):

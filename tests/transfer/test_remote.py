@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import getpass
 import json
 import os
 import random
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +20,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from fsspec.asyn import AsyncFileSystem
+from fsspec.registry import register_implementation
 from images import FACTS
 from places import s3_server, sftp_server
 
@@ -22,6 +29,7 @@ from jupyter_gpu_ckpt.errors import (
     ImageBusy,
     ImageDamaged,
     ImageForged,
+    ImageFormat,
     ImageNotFound,
     ImageStale,
     NoSpace,
@@ -32,6 +40,8 @@ from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Image, Store
 from jupyter_gpu_ckpt.transfer import remote as remote_module
+from jupyter_gpu_ckpt.transfer import remote_hashes
+from jupyter_gpu_ckpt.transfer import storage as storage_module
 from jupyter_gpu_ckpt.transfer.remote import Remote
 
 pytestmark = pytest.mark.slow  # starts servers of S3 and SFTP
@@ -182,6 +192,26 @@ def test_an_interrupted_pull_is_never_visible_and_resumes_where_it_was(place, ne
     assert 0 < len(fetched) <= 10 - 4
 
 
+def test_what_a_pull_fetched_that_broke_off_is_kept_for_a_week(near, far, tmp_path):
+    image, _, remote = directory_with(near, tmp_path)
+    with failing(remote, False, 4), pytest.raises(RemoteFailed):
+        remote.pull(image.id, far)
+    incoming = far.root / layout.INCOMING
+    assert far.sweep() == 0
+    fetched = [incoming / image.id, *(incoming / image.id).rglob("*")]
+    assert len(fetched) > 2
+    for path in fetched:
+        os.utime(path, (0, 0))
+    with remote.fetched(image.id, far):
+        assert far.sweep() == 0, "one that continues is not swept"
+    with failing(remote, False, 4), pytest.raises(RemoteFailed):
+        remote.pull(image.id, far)
+    for path in [incoming / image.id, *(incoming / image.id).rglob("*")]:
+        os.utime(path, (0, 0))
+    assert far.sweep() == 1
+    assert list(incoming.iterdir()) == []
+
+
 def test_two_hosts_that_pull_one_image(place, near, far, tmp_path, monkeypatch):
     """One gets it, however the other came by the idea; also while the first one is at it, and after it broke off."""
     image = publish(near)
@@ -304,12 +334,148 @@ def test_other_things_in_the_place_are_no_images(tmp_path):
     assert Remote(f"file://{shared}").images() == []
 
 
+@pytest.mark.parametrize("kind", ["pipe", "endless", "of another", "a directory"])
+def test_what_others_plant_in_a_shared_place_does_not_stop_a_listing(near, tmp_path, kind):
+    image, there, remote = directory_with(near, tmp_path)
+    planted = there.parent / "20260101T000000-aaaaaaaa-bbbbbb"
+    planted.mkdir()
+    if kind == "pipe":
+        os.mkfifo(planted / "manifest.json")
+    elif kind == "endless":
+        (planted / "manifest.json").symlink_to("/dev/zero")
+    elif kind == "a directory":
+        (planted / "manifest.json").mkdir()
+    else:
+        (planted / "manifest.json").write_text((there / "manifest.json").read_text())
+    assert remote.images() == [image.manifest]
+    with pytest.raises(ImageFormat):
+        remote.manifest(planted.name)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "large"])
+def test_a_part_that_is_no_plain_file_of_its_size_is_not_read(near, far, tmp_path, kind, monkeypatch):
+    image, there, remote = directory_with(near, tmp_path)
+    part = max(there.iterdir(), key=lambda path: path.stat().st_size)
+    content = part.read_bytes()
+    part.unlink()
+    if kind == "pipe":
+        os.mkfifo(part)
+    elif kind == "link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        part.symlink_to(tmp_path / "elsewhere")
+    else:
+        part.touch()
+        os.truncate(part, 1 << 40)
+    with pytest.raises(ImageFormat if kind == "link" else RemoteFailed):
+        remote.pull(image.id, far)
+    part.unlink()
+    part.write_bytes(content)
+    far.check(remote.pull(image.id, far))
+
+
+# All is imported by root: Python itself may lie where the user cannot read.
+LISTING = """
+import os, sys
+import fsspec.implementations.local
+from jupyter_gpu_ckpt.errors import GpuCkptError
+from jupyter_gpu_ckpt.transfer.remote import Remote
+if os.geteuid() == 0:
+    os.setgroups([]); os.setgid(54321); os.setuid(54321)
+remote = Remote(f"file://{sys.argv[1]}")
+print([manifest.id for manifest in remote.images()])
+try:
+    remote.manifest(sys.argv[2])
+except GpuCkptError as error:
+    print(error.code, error.message)
+"""
+
+
+def test_an_image_of_another_user_hides_nothing_else_in_a_shared_place(near, tmp_path):
+    """Every user's image lies in a directory that only this user enters."""
+    image, there, _ = directory_with(near, tmp_path)
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        shared = Path(name) / "shared"
+        shutil.copytree(there, shared / image.id)
+        (shared / image.id).chmod(0o755)
+        (shared / image.id / "manifest.json").chmod(0o644)
+        (shared / "20260101T000000-aaaaaaaa-bbbbbb").mkdir(0o000)
+        argv = [sys.executable, "-c", LISTING, str(shared), "20260101T000000-aaaaaaaa-bbbbbb"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        (shared / "20260101T000000-aaaaaaaa-bbbbbb").chmod(0o700)
+    assert done.stdout.splitlines() == [
+        str([image.id]),
+        "IMAGE_NOT_FOUND Image '20260101T000000-aaaaaaaa-bbbbbb' there may not be read by you.",
+    ], done.stderr
+
+
 def test_too_little_space_is_reported_before_anything_is_fetched(near, far, tmp_path, monkeypatch):
     image, _, remote = directory_with(near, tmp_path)
     monkeypatch.setattr(Store, "free", lambda self: 1000)
     with pytest.raises(NoSpace) as caught:
         remote.pull(image.id, far)
     assert caught.value.left == f"the image {image.id} is whole where it is, and was not fetched"
+    assert remote.claimed(image.id) == "", "a host with more space may have it"
+
+
+def test_what_was_fetched_before_needs_no_space_again(near, far, tmp_path, monkeypatch):
+    image, _, remote = directory_with(near, tmp_path)
+    with failing(remote, False, 6), pytest.raises(RemoteFailed):
+        remote.pull(image.id, far)
+    fetched = sum(path.stat().st_size for path in (far.root / layout.INCOMING).rglob("*.img"))
+    assert fetched > 3 * PART
+    monkeypatch.setattr(Store, "free", lambda self: image.manifest.bytes - fetched)
+    far.check(remote.pull(image.id, far))
+
+
+def test_an_image_that_is_here_already_is_neither_claimed_nor_fetched(near, far, tmp_path):
+    image, _, remote = directory_with(near, tmp_path)
+    remote.pull(image.id, far, keep=True)
+    with pytest.raises(ImageBusy):
+        remote.pull(image.id, far)
+    assert remote.claimed(image.id) == ""
+    assert list((far.root / layout.INCOMING).iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["delete", "delete_directory"])
+def test_a_pull_that_could_not_remove_the_remote_image_is_finished_by_the_next(near, far, tmp_path, verb):
+    image, there, remote = directory_with(near, tmp_path)
+    failure = mock.patch.object(remote.storage, verb, side_effect=OSError(5, "Input/output error"))
+    with failure, pytest.raises(RemoteFailed) as caught:
+        remote.pull(image.id, far)
+    assert caught.value.left.startswith(f"the image {image.id} is here")
+    assert [one.id for one in far.images()] == [image.id]
+    with pytest.raises(ImageBusy):
+        remote.pull(image.id, far, keep=True)
+    far.check(remote.pull(image.id, far))
+    assert not there.exists()
+
+
+def test_parts_with_a_claim_that_may_not_be_read_are_anothers(near, tmp_path, monkeypatch):
+    image, remote = publish(near), Remote(f"file://{tmp_path}/shared")
+    remote.send(image, token="another's")
+    sent = remote.storage.sizes(image.id)
+    refused = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+    with monkeypatch.context() as patch, pytest.raises(RemoteFailed):
+        patch.setattr(storage_module, "_read_plain", refused)
+        remote.discard(image.id, "mine")
+    assert remote.storage.sizes(image.id) == sent
+
+
+def test_a_claim_that_a_full_disk_cut_off_is_none(near, far, tmp_path, monkeypatch):
+    image, _, remote = directory_with(near, tmp_path)
+    real = remote.storage.fs.open
+
+    def full(*args, **options):
+        file = real(*args, **options)
+        file.write = mock.Mock(side_effect=OSError(28, "No space left on device"))
+        return file
+
+    with monkeypatch.context() as full_disk, pytest.raises(RemoteFailed):
+        full_disk.setattr(remote.storage.fs, "open", full)
+        remote.pull(image.id, far)
+    assert remote.claimed(image.id) == ""
+    far.check(remote.pull(image.id, far))
 
 
 def test_an_image_that_is_being_restored_is_not_pushed(near, tmp_path):
@@ -343,6 +509,64 @@ def test_a_directory_is_private_whatever_the_umask(near, tmp_path):
     finally:
         os.umask(before)
     assert there.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("kind", ["link", "directory"])
+def test_nothing_is_moved_into_what_another_user_has_prepared(near, tmp_path, kind):
+    """Another user may know an image's name from its last visit to a shared directory."""
+    image, elsewhere = publish(near), tmp_path / "elsewhere"
+    (tmp_path / "shared").mkdir()
+    planted = tmp_path / "shared" / image.id
+    if kind == "link":
+        elsewhere.mkdir()
+        planted.symlink_to(elsewhere)
+    else:
+        planted.mkdir()
+        if os.geteuid() != 0:
+            pytest.skip("only root can make a directory of another user")
+        os.chown(planted, 54321, 54321)
+    with pytest.raises(RemoteFailed, match="another user"):
+        Remote(f"file://{tmp_path}/shared").push(image, remove_from=near)
+    assert near.images() == [image]
+    assert list((elsewhere if kind == "link" else planted).iterdir()) == []
+
+
+class Silent(AsyncFileSystem):
+    """A server that answers nothing from now on, as one behind a firewall that forgets connections."""
+
+    protocol = "silent"
+
+    async def _silence(self, *_, **__) -> None:
+        await asyncio.Event().wait()
+
+    _ls = _info = _cat_file = _pipe_file = _rm_file = _rm = _makedirs = _exists = _mv = _silence
+
+
+def test_a_server_that_falls_silent_is_given_up(near, monkeypatch):
+    register_implementation("silent", Silent, clobber=True)
+    monkeypatch.setattr(remote_hashes, "REQUEST", 0.1)
+    for module in (storage_module, remote_hashes):
+        monkeypatch.setattr(module, "TRANSFER", 0.1)
+    monkeypatch.setattr(storage_module, "REMOVAL", 0.1)
+    remote, image = Remote("silent://host/images"), publish(near)
+    storage = remote.storage
+    for request in (
+        remote.images,
+        lambda: remote.manifest(image.id),
+        lambda: remote.push(image, remove_from=near),
+        lambda: remote.remove(image.id),
+    ):
+        with pytest.raises(RemoteFailed, match="does not answer"):
+            request()
+    for request in (
+        lambda: storage.write(image.id, "0000-000000", b"x"),
+        lambda: storage.read(image.id, "0000-000000", 1),
+        lambda: storage.delete_directory(image.id),
+        lambda: storage.hashes(image.id).matches("0000-000000", "x"),
+    ):
+        with pytest.raises(asyncio.TimeoutError):
+            request()
+    assert near.images() == [image]
 
 
 def test_an_unknown_kind_of_url():

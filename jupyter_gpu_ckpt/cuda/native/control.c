@@ -4,7 +4,10 @@
  *                                                      "kept", "mirrors", "managed", "shared", "touches"}
  *   copy_out  copy all allocations to host memory      the same, and {"cuda": CUresult, "seconds"}
  *   free      free the device memory of the copied     likewise
+ *   move_out  both at the same time: free each memory as soon as it is copied, for others who wait for it: likewise
  *   swap_in   bring everything back to the device      likewise; opens the launch gate
+ *   swap_in MILLISECONDS   the same while others leave it: memory is created as it becomes free.  Fails when for so long
+ *                          nothing more could be created: likewise
  *   close MILLISECONDS   close the launch gate (`launch_gate.h`): likewise; it opens by itself after so long, if nothing
  *                        is swapped out then; with 0 not.  Of a closed gate this changes only when it opens
  *   open      open the launch gate: likewise; refused (CUDA_ERROR_NOT_READY) while allocations are swapped out
@@ -65,7 +68,7 @@
 #include "workers.h"
 
 #ifndef CONTROL_VERSION /* of another release, in tests */
-#define CONTROL_VERSION 4
+#define CONTROL_VERSION 5
 #endif
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
 /* The same, for the processes that the kernel starts: each appends its pid to the name. */
@@ -172,24 +175,43 @@ static CUresult perform_at_gate(const char *verb, CUresult unknown)
     return CUDA_SUCCESS;
 }
 
+static double patience; /* of `swap_in MILLISECONDS` */
+
+static CUresult swap_in_patiently(void) { return swap_in_as_freed(patience); }
+
+static CUresult (*step_of(const char *verb))(void)
+{
+    unsigned int milliseconds;
+    int length = 0;
+    if (sscanf(verb, "swap_in %9u%n", &milliseconds, &length) == 1 && isdigit(verb[strlen("swap_in ")]) &&
+        verb[length] == '\0') {
+        patience = milliseconds / 1e3;
+        return swap_in_patiently;
+    }
+    return strcmp(verb, "copy_out") == 0   ? swap_copy_out
+           : strcmp(verb, "free") == 0     ? swap_free_device
+           : strcmp(verb, "move_out") == 0 ? swap_move_out
+           : strcmp(verb, "swap_in") == 0  ? swap_in
+                                           : NULL;
+}
+
 static CUresult perform(const char *verb, int *descriptor)
 {
     unsigned long long process, number;
     if (sscanf(verb, "export %llx %llx", &process, &number) == 2)
         return ipc_export(process, number, descriptor);
-    CUresult (*step)(void) = strcmp(verb, "copy_out") == 0  ? swap_copy_out
-                             : strcmp(verb, "free") == 0    ? swap_free_device
-                             : strcmp(verb, "swap_in") == 0 ? swap_in
-                                                            : NULL;
+    CUresult (*step)(void) = step_of(verb);
+    bool copies_out = step == swap_copy_out || step == swap_move_out;
+    bool frees = step == swap_free_device || step == swap_move_out;
     if (step == NULL)
         return strcmp(verb, "status") == 0 ? CUDA_SUCCESS : perform_at_gate(verb, CUDA_ERROR_INVALID_VALUE);
     mirror_end();
     bool locked = table_lock_for_swap();
-    bool ready = locked && (step != swap_copy_out || !capture_has_begun()); /* waiting for work would end a capture */
+    bool ready = locked && (!copies_out || !capture_has_begun()); /* waiting for work would end a capture */
     CUresult result = !ready ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
     if (ready && step != swap_free_device)
-        result = copies_dry_run(step == swap_copy_out && swap_limit() != 0);
-    publish(swap_amounts().swapped_out != 0 || step == swap_free_device);
+        result = copies_dry_run(copies_out && swap_limit() != 0);
+    publish(swap_amounts().swapped_out != 0 || frees);
     if (result == CUDA_SUCCESS)
         result = step();
     bool swapped_out = swap_amounts().swapped_out != 0;
@@ -198,7 +220,7 @@ static CUresult perform(const char *verb, int *descriptor)
     publish(swapped_out);
     if (locked)
         table_unlock();
-    if (step == swap_in && result == CUDA_SUCCESS)
+    if ((step == swap_in || step == swap_in_patiently) && result == CUDA_SUCCESS)
         launch_gate_open();
     return result;
 }

@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 
 #include "host_memory.h"
 #include "mappings.h"
@@ -36,6 +37,7 @@ struct part {
     size_t bytes;
     bool zero;  /* it holds only zeros, on the device or in host memory */
     bool known; /* on the way out: host memory has its content already */
+    atomic_bool passed; /* on the way out: host memory has its content; on the way in: it has device memory */
 };
 
 /* The copies of one context. */
@@ -50,13 +52,14 @@ struct work {
     size_t begun;
     atomic_size_t workers;
     atomic_size_t next;
+    size_t stepped; /* parts whose memory a step was made on */
 };
 static _Atomic CUresult failed; /* the first error of any context: then no worker begins another part */
 
 struct buffer {
     void *memory;
     CUevent copied;
-    const struct part *part; /* being copied; or NULL */
+    struct part *part; /* being copied; or NULL */
 };
 
 static void fail(CUresult result)
@@ -73,8 +76,22 @@ struct worker {
     struct buffer buffers[BUFFERS];
 };
 
+/* Nanoseconds between two looks at a part that another thread has to pass on. */
+#define LOOK 500000
+
+/* Wait until another thread has passed a part on; false after the first error of any. */
+static bool wait_passed(const struct part *part)
+{
+    while (!atomic_load(&part->passed)) {
+        if (atomic_load(&failed) != CUDA_SUCCESS)
+            return false;
+        nanosleep(&(struct timespec){.tv_nsec = LOOK}, NULL);
+    }
+    return true;
+}
+
 /* Claim a part; NULL when none is left.  In runs of an extent's size, so that few threads write to one file. */
-static const struct part *claim(struct worker *worker)
+static struct part *claim(struct worker *worker)
 {
     struct work *work = worker->work;
     size_t run = EXTENT_BYTES / PART_BYTES;
@@ -87,8 +104,10 @@ static const struct part *claim(struct worker *worker)
 
 /* Whether a part needs no copy: host memory has it already, zeros in any case, and those the device writes itself.  It
  * never trusts fresh memory to hold any. */
-static bool is_done(const struct work *work, const struct part *part)
+static bool is_done(const struct work *work, struct part *part)
 {
+    if (work->outwards && (part->zero || part->known))
+        atomic_store(&part->passed, true);
     if (!part->zero || work->outwards)
         return part->zero || part->known;
     return driver()->cuMemsetD8Async != NULL &&
@@ -98,9 +117,12 @@ static bool is_done(const struct work *work, const struct part *part)
 static CUresult begin(struct worker *worker, struct buffer *buffer)
 {
     CUstream stream = worker->work->ring->stream;
-    const struct part *part = claim(worker);
-    while (part != NULL && is_done(worker->work, part))
+    struct part *part;
+    do {
         part = claim(worker);
+        if (part != NULL && !worker->work->outwards && !wait_passed(part))
+            return atomic_load(&failed);
+    } while (part != NULL && is_done(worker->work, part));
     buffer->part = part;
     if (part == NULL)
         return CUDA_SUCCESS;
@@ -121,8 +143,10 @@ static CUresult finish(const struct work *work, struct buffer *buffer)
     CUresult result = driver()->cuEventSynchronize(buffer->copied);
     if (result == CUDA_SUCCESS && work->outwards)
         result = host_memory_write(buffer->part->offset, buffer->memory, buffer->part->bytes);
-    if (result == CUDA_SUCCESS)
+    if (result == CUDA_SUCCESS) {
+        atomic_store(&buffer->part->passed, true);
         buffer->part = NULL;
+    }
     return result;
 }
 
@@ -373,7 +397,7 @@ static size_t divide(struct work *works)
     return count;
 }
 
-static void list_parts(struct work *work)
+static void list_parts(struct work *work, bool passed)
 {
     size_t count = 0;
     struct copied each;
@@ -382,12 +406,37 @@ static void list_parts(struct work *work)
             for (size_t offset = 0; offset < each.bytes; offset += PART_BYTES) {
                 size_t rest = each.bytes - offset, bytes = rest < PART_BYTES ? rest : PART_BYTES;
                 bool zero = !work->outwards && host_memory_is_zero(each.offset + offset, bytes);
-                work->parts[count++] = (struct part){each.address + offset, each.offset + offset, bytes, zero, false};
+                work->parts[count++] =
+                    (struct part){each.address + offset, each.offset + offset, bytes, zero, false, passed};
             }
 }
 
-/* All contexts at the same time: each device has a bus of its own to the host. */
-static CUresult run_all(bool outwards, bool keeps)
+/* Make the step on each memory, until an error of whichever thread. */
+static CUresult make_steps(struct work *works, bool outwards, CUresult (*step)(size_t number))
+{
+    struct copied each;
+    CUresult result = atomic_load(&failed);
+    for (size_t at = 0; result == CUDA_SUCCESS && copies_next(&at, &each);) {
+        struct work *work = works;
+        while (work->context != each.context)
+            work++;
+        struct part *parts = work->parts + work->stepped;
+        size_t count = parts_of(&each);
+        work->stepped += count;
+        for (size_t part = 0; outwards && part < count; part++)
+            if (!wait_passed(&parts[part]))
+                return atomic_load(&failed);
+        result = driver()->cuCtxSetCurrent(each.context);
+        if (result == CUDA_SUCCESS)
+            result = step(at - 1);
+        for (size_t part = 0; !outwards && result == CUDA_SUCCESS && part < count; part++)
+            atomic_store(&parts[part].passed, true);
+    }
+    return result;
+}
+
+/* All contexts at the same time: each device has a bus of its own to the host.  ``step``: or NULL. */
+static CUresult run_all(bool outwards, bool keeps, CUresult (*step)(size_t number))
 {
     static struct work works[MAX_CONTEXTS];
     size_t count = divide(works), total = 0;
@@ -417,9 +466,11 @@ static CUresult run_all(bool outwards, bool keeps)
         works[at].keeps = keeps;
         works[at].parts = next;
         next += works[at].count;
-        list_parts(&works[at]);
+        list_parts(&works[at], !outwards && step == NULL);
         start(&works[at], workers);
     }
+    if (step != NULL)
+        fail(make_steps(works, outwards, step));
     for (size_t at = 0; at < count; at++)
         end(&works[at]);
     fail(close_rings());
@@ -428,8 +479,10 @@ static CUresult run_all(bool outwards, bool keeps)
     return atomic_load(&failed);
 }
 
-CUresult copies_run_out(bool keeps) { return run_all(true, keeps); }
-CUresult copies_run_in(void) { return run_all(false, false); }
+CUresult copies_run_out(bool keeps) { return run_all(true, keeps, NULL); }
+CUresult copies_run_in(void) { return run_all(false, false, NULL); }
+CUresult copies_run_out_with(bool keeps, CUresult (*step)(size_t number)) { return run_all(true, keeps, step); }
+CUresult copies_run_in_with(CUresult (*step)(size_t number)) { return run_all(false, false, step); }
 
 bool copies_pending(void) { return atomic_load(&pending); }
 

@@ -24,6 +24,11 @@ CUresult ring_close(struct ring *ring);
 CUresult copies_run_out(bool keeps);
 CUresult copies_run_in(void);
 
+/* The same, beside a step on each memory, by the number with which `copies_next` has left it (less one), in its context
+ * and in that order: after its copy is in host memory; or before it is copied back, as it has no device memory yet. */
+CUresult copies_run_out_with(bool keeps, CUresult (*step)(size_t number));
+CUresult copies_run_in_with(CUresult (*step)(size_t number));
+
 /* Whether copies may still be running, because the driver did not say when they end. */
 bool copies_pending(void);
 

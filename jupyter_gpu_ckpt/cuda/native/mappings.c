@@ -604,10 +604,45 @@ CUresult mappings_map(void)
     return result == CUDA_SUCCESS ? each_mapping(map, false) : result;
 }
 
+static CUresult each_mapping_of(struct memory *memory, CUresult (*step)(struct mapping *, struct memory *))
+{
+    CUresult result = CUDA_SUCCESS;
+    for (size_t at = 0; at < mapping_count && result == CUDA_SUCCESS; at++)
+        if (mappings[at].handle == memory->handle)
+            result = step(&mappings[at], memory);
+    return result;
+}
+
+CUresult mappings_unmap_one(size_t number)
+{
+    struct memory *memory = &memories[number];
+    atomic_store(&away, 1);
+    CUresult result = need_original(memory);
+    if (result == CUDA_SUCCESS)
+        result = each_mapping_of(memory, unmap);
+    return result == CUDA_SUCCESS ? release_unmapped(memory) : result;
+}
+
+CUresult mappings_map_one(size_t number)
+{
+    CUresult result = create(&memories[number]);
+    return result == CUDA_SUCCESS ? each_mapping_of(&memories[number], map) : result;
+}
+
 /* The program has no reference: its mappings alone keep the memory. */
 static CUresult release_surplus(struct memory *memory)
 {
     return memory->references == 0 ? release(memory) : CUDA_SUCCESS;
+}
+
+void mappings_exclude_present(void)
+{
+    for (size_t at = 0; at < memory_count; at++)
+        if (memories[at].address != 0 && memories[at].gone == 0) {
+            release_surplus(&memories[at]);
+            memories[at].address = 0;
+            memories[at].offset = NOT_COPIED;
+        }
 }
 
 void mappings_swapped_in(void)

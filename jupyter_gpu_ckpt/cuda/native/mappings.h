@@ -98,5 +98,12 @@ CUresult mappings_unmap(bool past_errors);
 /* Create and map it again, with the same access.  Both can be repeated after failure. */
 CUresult mappings_map(void);
 
+/* The same for one memory in its context, by the number with which `mappings_copied` has left it (less one). */
+CUresult mappings_unmap_one(size_t number);
+CUresult mappings_map_one(size_t number);
+
+/* Leave what is not unmapped to the driver, as if it had not been planned. */
+void mappings_exclude_present(void);
+
 /* After the contents are back: calls of the program go on. */
 void mappings_swapped_in(void);

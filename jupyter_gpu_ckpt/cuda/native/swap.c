@@ -3,17 +3,21 @@
 
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 
 #include "copies.h"
 #include "host_memory.h"
 #include "mappings.h"
 #include "memory_pressure.h"
+#include "seconds.h"
 #include "table_lock.h"
 
 /* What is in host memory: a copy of what is on the device, since nothing runs; the only valid content, and some
  * allocations or all have no device memory; a copy of what was on the device once. */
 static enum { NOTHING, COPIED, SWAPPED_OUT, KEPT } content;
 static size_t limit; /* bytes that are kept at the most */
+static size_t partly; /* bytes that are swapped out, if the driver has the rest; else 0 */
+static double patience; /* seconds that one memory is waited for (`swap_in_as_freed`) */
 
 static bool is_kept(void)
 {
@@ -69,7 +73,7 @@ struct amounts swap_amounts(void)
     mappings_total(&count, &bytes);
     amounts.allocations += count;
     amounts.bytes += bytes;
-    amounts.swapped_out = content == SWAPPED_OUT ? host_memory_bytes() : 0;
+    amounts.swapped_out = content != SWAPPED_OUT ? 0 : partly != 0 ? partly : host_memory_bytes();
     amounts.kept = is_kept() ? host_memory_taken() : 0;
     return amounts;
 }
@@ -269,20 +273,75 @@ void swap_free_places(struct copied *list, size_t count)
         munmap(list, (count + 1) * sizeof *list);
 }
 
+/* Plan what is copied, and give it its place in host memory. */
+static CUresult prepare(size_t *all)
+{
+    partly = 0;
+    *all = plan();
+    CUresult result = *all != 0 ? copies_wait() : CUDA_SUCCESS;
+    return result == CUDA_SUCCESS && *all != 0 ? arrange(*all) : result;
+}
+
 CUresult swap_copy_out(void)
 {
+    size_t all;
     if (driver() == NULL || content == SWAPPED_OUT)
         return CUDA_SUCCESS;
-    size_t all = plan();
-    CUresult result = all != 0 ? copies_wait() : CUDA_SUCCESS;
-    if (result == CUDA_SUCCESS && all != 0)
-        result = arrange(all);
+    CUresult result = prepare(&all);
     if (result == CUDA_SUCCESS && all != 0)
         result = copies_run_out(limit != 0);
     if (result != CUDA_SUCCESS || all == 0)
         free_host();
     else
         content = COPIED;
+    return result;
+}
+
+static CUresult unmap_one(size_t number)
+{
+    size_t slots;
+    struct allocation *table = allocations_table(&slots);
+    return number < slots ? allocation_unmap(&table[number]) : mappings_unmap_one(number - slots);
+}
+
+static CUresult map_one(size_t number)
+{
+    size_t slots;
+    struct allocation *table = allocations_table(&slots);
+    return number < slots ? allocation_map(&table[number]) : mappings_map_one(number - slots);
+}
+
+/* Leave what is still on the device to the driver; return the bytes of the rest. */
+static size_t exclude_present(void)
+{
+    size_t slots, bytes = 0;
+    struct copied each;
+    struct allocation *table = allocations_table(&slots);
+    for (size_t at = 0; at < slots; at++)
+        if (table[at].address != 0 && table[at].state != UNMAPPED)
+            table[at].offset = NOT_COPIED;
+    mappings_exclude_present();
+    for (size_t at = 0; copies_next(&at, &each);)
+        bytes += each.bytes;
+    return bytes;
+}
+
+CUresult swap_move_out(void)
+{
+    size_t all;
+    if (driver() == NULL || content == SWAPPED_OUT)
+        return CUDA_SUCCESS;
+    CUresult result = prepare(&all);
+    if (result == CUDA_SUCCESS && all != 0)
+        result = copies_run_out_with(limit != 0, unmap_one);
+    if (result == CUDA_SUCCESS && all != 0) {
+        content = SWAPPED_OUT;
+        return CUDA_SUCCESS;
+    }
+    partly = exclude_present();
+    content = partly != 0 ? SWAPPED_OUT : content;
+    if (partly == 0 || swap_in() == CUDA_SUCCESS)
+        free_host(); /* not all that was noted is there */
     return result;
 }
 
@@ -318,17 +377,34 @@ CUresult swap_free_device(void)
     return result;
 }
 
-CUresult swap_in(void)
+static CUresult map_all_and_copy(void)
+{
+    CUresult result = each_copied(allocation_map, false);
+    if (result == CUDA_SUCCESS)
+        result = mappings_map();
+    return result == CUDA_SUCCESS ? copies_run_in() : result;
+}
+
+#define LOOK 5000000 /* nanoseconds between two attempts */
+
+static CUresult map_when_free(size_t number)
+{
+    double end = now() + patience;
+    CUresult result;
+    while ((result = map_one(number)) == CUDA_ERROR_OUT_OF_MEMORY && now() < end)
+        nanosleep(&(struct timespec){.tv_nsec = LOOK}, NULL);
+    return result;
+}
+
+static CUresult map_as_freed_and_copy(void) { return copies_run_in_with(map_when_free); }
+
+static CUresult bring_in(CUresult (*map_and_copy)(void))
 {
     if (content != SWAPPED_OUT)
         return CUDA_SUCCESS;
     CUresult result = copies_pending() ? copies_wait() : CUDA_SUCCESS;
     if (result == CUDA_SUCCESS)
-        result = each_copied(allocation_map, false);
-    if (result == CUDA_SUCCESS)
-        result = mappings_map();
-    if (result == CUDA_SUCCESS)
-        result = copies_run_in();
+        result = map_and_copy();
     if (result != CUDA_SUCCESS) {
         if (!copies_pending() || copies_wait() == CUDA_SUCCESS) {
             each_copied(allocation_unmap, true);
@@ -339,4 +415,12 @@ CUresult swap_in(void)
     mappings_swapped_in();
     content = KEPT;
     return CUDA_SUCCESS;
+}
+
+CUresult swap_in(void) { return bring_in(map_all_and_copy); }
+
+CUresult swap_in_as_freed(double seconds)
+{
+    patience = seconds;
+    return bring_in(map_as_freed_and_copy);
 }

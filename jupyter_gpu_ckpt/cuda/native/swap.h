@@ -38,12 +38,21 @@ CUresult swap_copy_out(void);
  * `swap_in`. */
 CUresult swap_free_device(void);
 
+/* Both at the same time: free each memory as soon as its copy is complete, for others who wait for it.  After failure as
+ * `swap_free_device`; where what was freed already cannot be had again, that alone is in host memory, and the driver has
+ * the rest. */
+CUresult swap_move_out(void);
+
 /* Discard a copy whose allocations are still on the device, unless it is kept. */
 void swap_discard_copy(void);
 
 /* Bring everything back to the device.  After failure everything is still in host memory, and the call can be repeated;
  * device memory is freed as far as the driver allows. */
 CUresult swap_in(void);
+
+/* The same, while others leave the device: each memory is created when there is as much free, and copied while the next
+ * one is waited for.  Fails as `swap_in` when for so many seconds nothing more could be created. */
+CUresult swap_in_as_freed(double seconds);
 
 /* Free the host memory from which everything was swapped in, unless it is kept: half a second for a hundred GiB, done
  * after the reply. */

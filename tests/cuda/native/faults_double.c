@@ -26,6 +26,8 @@ static struct {
 static pthread_cond_t goes_on = PTHREAD_COND_INITIALIZER;
 static struct {
     char function[48];
+    long before; /* calls that do not wait */
+    char file[256];
     bool begun, waits;
 } stop;
 
@@ -58,22 +60,33 @@ CUresult entered(const char *function)
         if (fault.seen == fault.nth || (fault.lasting && fault.seen > fault.nth))
             result = fault.result;
     }
-    if (strcmp(stop.function, function) == 0 && !stop.begun) {
+    if (strcmp(stop.function, function) == 0 && !stop.begun && stop.before-- == 0) {
         stop.begun = stop.waits = true; /* one call */
-        while (stop.waits)
+        while (stop.waits && stop.file[0] == '\0')
             pthread_cond_wait(&goes_on, &mutex);
+        pthread_mutex_unlock(&mutex);
+        while (stop.file[0] != '\0' && access(stop.file, F_OK) == 0)
+            usleep(10000);
+        pthread_mutex_lock(&mutex);
+        stop.waits = false;
     }
     pthread_mutex_unlock(&mutex);
     return result;
 }
 
-EXPORT void double_stop(const char *function)
+EXPORT void double_stop_while(const char *function, long calls, const char *file)
 {
     pthread_mutex_lock(&mutex);
     snprintf(stop.function, sizeof stop.function, "%s", function);
+    snprintf(stop.file, sizeof stop.file, "%s", file);
+    stop.before = calls;
     stop.begun = false;
     pthread_mutex_unlock(&mutex);
 }
+
+EXPORT void double_stop_after(const char *function, long calls) { double_stop_while(function, calls, ""); }
+
+EXPORT void double_stop(const char *function) { double_stop_after(function, 0); }
 
 EXPORT bool double_waits(void)
 {

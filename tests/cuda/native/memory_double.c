@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -52,6 +53,65 @@ static CUmemGenericAllocationHandle last;
 static size_t capacity = (size_t)1 << 40, used;
 static int file = -1;
 static off_t file_end;
+
+/* Of a device that several processes have (`shared_device.py`): DOUBLE_SHARED names its file, DOUBLE_SLOT the process's
+ * place in it.  Locked, for a process that is killed cannot unlock anything else. */
+static struct {
+    int file;
+    size_t slot;
+    struct {
+        size_t bytes, used[16];
+    } *state;
+} shared = {.file = -1};
+
+__attribute__((constructor)) static void open_shared(void)
+{
+    const char *name = getenv("DOUBLE_SHARED"), *slot = getenv("DOUBLE_SLOT");
+    if (name == NULL || slot == NULL)
+        return;
+    shared.file = open(name, O_RDWR | O_CLOEXEC);
+    shared.slot = strtoul(slot, NULL, 10);
+    shared.state = mmap(NULL, sizeof *shared.state, PROT_READ | PROT_WRITE, MAP_SHARED, shared.file, 0);
+    if (shared.file < 0 || shared.state == MAP_FAILED || shared.slot >= 16)
+        misuse("no shared device %s", name);
+}
+
+/* Bytes that are free; the caller has the lock. */
+static size_t available(void)
+{
+    size_t others = 0, own = capacity - used;
+    if (shared.state == NULL)
+        return own;
+    for (size_t at = 0; at < 16; at++)
+        others += shared.state->used[at];
+    return own < shared.state->bytes - others ? own : shared.state->bytes - others;
+}
+
+static void lock_shared(int operation)
+{
+    if (shared.state != NULL && flock(shared.file, operation) != 0)
+        misuse("the shared device cannot be locked");
+}
+
+static bool occupy(size_t bytes)
+{
+    lock_shared(LOCK_EX);
+    bool free = bytes <= available();
+    if (free && shared.state != NULL)
+        shared.state->used[shared.slot] += bytes;
+    lock_shared(LOCK_UN);
+    used += free ? bytes : 0;
+    return free;
+}
+
+static void vacate(size_t bytes)
+{
+    lock_shared(LOCK_EX);
+    if (shared.state != NULL)
+        shared.state->used[shared.slot] -= bytes;
+    lock_shared(LOCK_UN);
+    used -= bytes;
+}
 
 static void add(struct ranges *ranges, struct range range)
 {
@@ -114,7 +174,7 @@ static void forget_unused(struct memory *memory)
         return;
     if (memory->file < 0) {
         fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory->offset, (off_t)memory->bytes);
-        used -= memory->bytes;
+        vacate(memory->bytes);
     } else
         close(memory->file);
     size_t at = 0;
@@ -197,14 +257,15 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, 
     pthread_mutex_lock(&mutex);
     if (file < 0)
         file = memfd_create("device", MFD_CLOEXEC);
-    if (bytes <= capacity - used && ftruncate(file, file_end + (off_t)bytes) == 0) {
+    if (occupy(bytes)) {
+        if (ftruncate(file, file_end + (off_t)bytes) != 0)
+            misuse("cuMemCreate: no memory");
         if (getenv("DOUBLE_DIRTY") != NULL)
             dirty(file_end, bytes);
         struct memory *memory = calloc(1, sizeof *memory);
         *memory = (struct memory){.handle = *handle = ++last, .device = wanted->location.id, .bytes = bytes,
                                   .offset = file_end, .file = -1, .properties = *wanted, .references = 1};
         file_end += (off_t)bytes;
-        used += bytes;
         keep(memory);
         result = CUDA_SUCCESS;
     }
@@ -503,9 +564,10 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
     result = CUDA_ERROR_OUT_OF_MEMORY;
     void *memory = NULL;
     pthread_mutex_lock(&mutex);
-    if (bytes <= capacity - used && posix_memalign(&memory, 512, bytes) == 0) {
+    if (occupy(bytes)) {
+        if (posix_memalign(&memory, 512, bytes) != 0)
+            misuse("no host memory for that of the device");
         *address = (uintptr_t)memory;
-        used += bytes;
         add(&allocations, (struct range){
                               .address = *address, .bytes = bytes, .context = current_context()});
         result = CUDA_SUCCESS;
@@ -524,7 +586,7 @@ static CUresult free_allocation(CUdeviceptr address)
         pthread_mutex_unlock(&mutex);
         return CUDA_ERROR_INVALID_VALUE;
     }
-    used -= found->bytes;
+    vacate(found->bytes);
     if (found->pool != NULL)
         count_in(found->pool, -found->bytes);
     drop(&allocations, address);
@@ -540,7 +602,7 @@ static void free_deferred_of(CUstream stream, CUcontext context)
     for (size_t at = deferred.count; at-- > 0;)
         if ((stream == NULL || deferred.all[at].freed_on == stream) &&
             (context == NULL || deferred.all[at].context == context)) {
-            used -= deferred.all[at].bytes;
+            vacate(deferred.all[at].bytes);
             free((void *)deferred.all[at].address);
             deferred.all[at] = deferred.all[--deferred.count];
         }
@@ -728,9 +790,10 @@ EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUme
         return CUDA_ERROR_INVALID_VALUE;
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&mutex);
-    if (bytes <= capacity - used && posix_memalign(&memory, 512, bytes) == 0) {
+    if (occupy(bytes)) {
+        if (posix_memalign(&memory, 512, bytes) != 0)
+            misuse("no host memory for that of the device");
         *address = (uintptr_t)memory;
-        used += bytes;
         count_in(pool, bytes);
         add(&allocations, (struct range){.address = *address, .bytes = bytes, .pool = pool});
         result = CUDA_SUCCESS;
@@ -923,8 +986,10 @@ EXPORT CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *bytes)
     if (is_suspended())
         return CUDA_ERROR_OPERATING_SYSTEM;
     pthread_mutex_lock(&mutex);
-    *free_bytes = capacity - used;
-    *bytes = capacity;
+    lock_shared(LOCK_EX);
+    *free_bytes = available();
+    lock_shared(LOCK_UN);
+    *bytes = shared.state != NULL ? shared.state->bytes : capacity;
     pthread_mutex_unlock(&mutex);
     return CUDA_SUCCESS;
 }

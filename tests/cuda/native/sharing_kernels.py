@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from harness import Notebook, notebook
+from library_accounting import Accounting
 
 from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.kernel import engine
 from jupyter_gpu_ckpt.kernel.gpu_sharing import GpuSharing
+from jupyter_gpu_ckpt.lifecycle import context
 from jupyter_gpu_ckpt.sharing.policy import Rules
 from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus
 
@@ -56,6 +58,7 @@ class SharedHost:
         cards = FakeGpus(self.driver, directory / "locks")
         fakes = {"cuda": FakeCuda(self.driver), "gpus": cards}
         monkeypatch.setitem(engine._engines, images, dataclasses.replace(engine.shared_engine(images), **fakes))
+        monkeypatch.setattr(context, "FastPath", Accounting)
         monkeypatch.setattr(fastpath, "has_driver", lambda: True)
         monkeypatch.setattr(fastpath, "preload", lambda: fastpath.Preload(programs.library))
         monkeypatch.setenv("LD_LIBRARY_PATH", str(doubles))

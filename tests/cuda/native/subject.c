@@ -549,6 +549,17 @@ static void perform(char *line)
         CUmemoryPool pool = NULL;
         DRIVER(CUresult, cuDeviceGetDefaultMemPool, CUmemoryPool *, CUdevice)(&pool, 0);
         printf("%d\n", DRIVER(CUresult, cuMemPoolTrimTo, CUmemoryPool, size_t)(pool, 0));
+    } else if (strcmp(line, "stop") == 0) {
+        char function[48];
+        long calls;
+        if (sscanf(words, "%47s %ld", function, &calls) == 2)
+            DRIVER(void, double_stop_after, const char *, long)(function, calls);
+        puts("ok");
+    } else if (strcmp(line, "waits") == 0)
+        printf("%d\n", DRIVER(bool, double_waits, void)());
+    else if (strcmp(line, "continue") == 0) {
+        DRIVER(void, double_continue, void)();
+        puts("ok");
     } else if (strcmp(line, "memory") == 0) {
         size_t free_bytes, all;
         result = cudaMemGetInfo(&free_bytes, &all);

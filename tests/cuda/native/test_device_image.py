@@ -137,7 +137,7 @@ def test_the_driver_restores_while_device_memory_is_read(kernel, monkeypatch):
 
 @pytest.mark.parametrize("memory", ["enough for both", "short"])
 def test_a_save_point_is_read_while_the_present_state_is_written(kernel, monkeypatch, memory):
-    """Memory that is in use for it already is not missing when the image is matched with the node."""
+    """Only with the space for both in host memory, of which what is used for that is not missing at the match."""
     lifecycle = kernel.lifecycle
     monkeypatch.setattr(host_memory, "all_memory", lambda: 0 if memory != "short" else 1 << 60)
     point = lifecycle.save(SavePoint("one"))

@@ -15,16 +15,28 @@ FAULT = 999
 SIZES = (2 * MIB, 2 * MIB + 5)
 TOTAL = (2 + 4) * MIB
 VERBS = ("copy_out", "free", "swap_in")
+#: Those of an exchange, for others who wait and beside others who leave.
+EXCHANGE = ("move_out", "swap_in 0")
+
+
+def verbs(verb: str) -> tuple[str, ...]:
+    """Return the verbs of a whole round that has this one."""
+    return EXCHANGE if verb in EXCHANGE else VERBS
+
+
+def earlier(verb: str) -> tuple[str, ...]:
+    """Return those before it."""
+    return verbs(verb)[: verbs(verb).index(verb)]
 
 
 def calls_of(subject: Subject, control: Control, verb: str) -> dict[str, int]:
     """Return the count of calls of each function by ``verb`` when nothing fails."""
     subject.fail()
-    control.must(*VERBS[: VERBS.index(verb)])
+    control.must(*earlier(verb))
     subject.fail()
     control.must(verb)
     made = subject.calls()
-    control.must(*VERBS[VERBS.index(verb) + 1 :])
+    control.must(*verbs(verb)[len(earlier(verb)) + 1 :])
     return {function: count for function, count in made.items() if count}
 
 
@@ -67,14 +79,14 @@ def filled(request, programs, doubles):
         yield subject
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*VERBS, *EXCHANGE])
 def test_each_call_fails_once(filled, verb):
     subject = filled
     failed_to_go = 0
     with subject.control() as control:
         for function, count in calls_of(subject, control, verb).items():
             for nth in range(1, count + 1):
-                control.must(*VERBS[: VERBS.index(verb)])
+                control.must(*earlier(verb))
                 subject.fail(function, nth, FAULT)
                 answer = control.ask(verb)
                 subject.fail()
@@ -86,19 +98,19 @@ def test_each_call_fails_once(filled, verb):
     assert (out["streams"], out["events"]) == (0, failed_to_go), "but for those that the driver refused to destroy"
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*VERBS, *EXCHANGE])
 def test_every_call_fails_from_one_on(filled, verb):
     """Also what would make it good: then it is not on one side, but all bytes are safe, and a return brings them."""
     subject = filled
     with subject.control() as control:
         total = sum(calls_of(subject, control, verb).values())
         for nth in range(1, total + 1):
-            control.must(*VERBS[: VERBS.index(verb)])
+            control.must(*earlier(verb))
             subject.fail("*", nth, FAULT, lasting=True)
             answer = control.ask(verb)
             assert answer["cuda"] in (0, FAULT)
             if answer["cuda"] == 0:  # it failed where nothing hangs on it
-                assert answer["swapped_out"] == (TOTAL if verb == "free" else 0)
+                assert answer["swapped_out"] == (TOTAL if verb in ("free", "move_out") else 0)
             elif nth % 2:
                 subject.fail()
                 control.must("free")  # what was begun is ended; without a copy there is nothing to free
@@ -153,7 +165,7 @@ def test_a_program_that_has_reached_a_limit_loses_nothing(filled, verb, number, 
     """Without descriptors, memory, or the stacks of threads."""
     subject = filled
     with subject.control() as control:
-        control.must("status", *VERBS[: VERBS.index(verb)])
+        control.must("status", *earlier(verb))
         before = resource.prlimit(subject.pid, number)
         resource.prlimit(subject.pid, number, (used(subject, number) + free, before[1]))
         answer = control.ask(verb)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 from programs import Programs, build, why_no_sanitizer
 from subject import MIB, PATIENCE, Control, Subject, running
-from test_fast_faults import VERBS, calls_of, retry
+from test_fast_faults import EXCHANGE, VERBS, calls_of, earlier, retry
 from waiting import until
 
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
@@ -85,7 +85,7 @@ def hammer(subject: Subject, threads: int, rounds: int, still) -> None:
                 if turn % 3 == 2:
                     gives_up(control)
                 else:
-                    control.must(*VERBS)
+                    control.must(*(EXCHANGE if turn % 2 else VERBS))
         control.must("status")
     assert subject.ask("end") == "0", "no thread found anything wrong"
     subject.intact(len(kept))
@@ -187,14 +187,14 @@ def test_threads_rest_under_tsan_for_long(with_tsan, doubles):
         hammer(subject, 6, 300, resting)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*VERBS, *EXCHANGE])
 def test_faults_under_asan(with_asan, doubles, verb):
     with running(with_asan, doubles, environment=OPTIONS) as subject:
         for size, density in ((2 * MIB, "zeros"), (2 * MIB + 5, "sparse")):
             subject.alloc(1, size, density=density)
         with subject.control() as control:
             for nth in range(1, 1 + sum(calls_of(subject, control, verb).values())):
-                control.must(*VERBS[: VERBS.index(verb)])
+                control.must(*earlier(verb))
                 subject.fail("*", nth, lasting=nth % 2 == 0)
                 control.ask(verb)
                 retry(subject, control)

@@ -10,7 +10,7 @@ from waiting import until
 
 from jupyter_gpu_ckpt.errors import CriuError, CudaError, GpuCkptError, UnsupportedCuda
 from jupyter_gpu_ckpt.image.save_point import SavePoint
-from jupyter_gpu_ckpt.lifecycle import dump, plans
+from jupyter_gpu_ckpt.lifecycle import dump, plans, resume
 from jupyter_gpu_ckpt.lifecycle.plans import Move, State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED
 
@@ -81,6 +81,57 @@ def test_without_free_memory_it_runs_on_off_the_gpu_and_waits(kernel):
     kernel.driver.remove(hog)
     kernel.lifecycle.resume()
     goes_on(kernel)
+
+
+class AdmissionDouble:
+    """Admits a kernel at once, also to memory that is not free yet."""
+
+    def __init__(self) -> None:
+        self.freed: list[bool] = []
+        self.early: list[bool] = []
+
+    def admit(self, needs, present, *, elsewhere, early):
+        self.early.append(early)
+        return {uuid: uuid for uuid in needs}
+
+    def renew(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def frees(self, begun: bool) -> None:
+        self.freed.append(begun)
+
+
+def test_admitted_to_memory_that_nobody_leaves_it_is_not_touched(kernel, monkeypatch):
+    kernel.lifecycle.kernel.admission = admission = AdmissionDouble()
+    kernel.lifecycle.yield_gpu()
+    assert admission.freed == [True], "once: its driver has locked it, and the library moves it"
+    hog = kernel.driver.start({next(iter(kernel.driver.gpus)): 90 << 20})
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, "_NEXT_MEMORY_S", 0.1)
+        kernel.driver.calls.clear()
+        with pytest.raises(CudaError, match="has not freed its memory") as failure:
+            kernel.lifecycle.resume()
+    assert failure.value.code == "GPU_FULL"
+    assert "cuda.restore" not in [call for call, _ in kernel.driver.calls], "with too little it ends the process"
+    runs_without_gpu(kernel)
+    waits(kernel)
+    kernel.driver.remove(hog)
+    kernel.lifecycle.resume()
+    goes_on(kernel)
+    assert admission.early == [True, True]
+
+
+def test_where_the_driver_has_to_move_it_nobody_is_admitted_early(kernel):
+    kernel.lifecycle.kernel.admission = admission = AdmissionDouble()
+    kernel.program.ask("fail('cuMemHostRegister_v2', 1, 999)")
+    kernel.lifecycle.yield_gpu()
+    assert admission.freed == [True, False]
+    kernel.lifecycle.resume()
+    goes_on(kernel)
+    assert admission.early == [False]
 
 
 def test_it_goes_on_to_host_memory_and_to_the_disk_and_comes_back(kernel):

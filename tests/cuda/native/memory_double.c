@@ -257,9 +257,10 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, 
     pthread_mutex_lock(&mutex);
     if (file < 0)
         file = memfd_create("device", MFD_CLOEXEC);
-    if (occupy(bytes)) {
-        if (ftruncate(file, file_end + (off_t)bytes) != 0)
-            misuse("cuMemCreate: no memory");
+    bool occupied = occupy(bytes);
+    if (occupied && ftruncate(file, file_end + (off_t)bytes) != 0) /* as where a program has closed the file */
+        vacate(bytes);
+    else if (occupied) {
         if (getenv("DOUBLE_DIRTY") != NULL)
             dirty(file_end, bytes);
         struct memory *memory = calloc(1, sizeof *memory);
@@ -564,9 +565,10 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
     result = CUDA_ERROR_OUT_OF_MEMORY;
     void *memory = NULL;
     pthread_mutex_lock(&mutex);
-    if (occupy(bytes)) {
-        if (posix_memalign(&memory, 512, bytes) != 0)
-            misuse("no host memory for that of the device");
+    bool occupied = occupy(bytes);
+    if (occupied && posix_memalign(&memory, 512, bytes) != 0)
+        vacate(bytes);
+    else if (occupied) {
         *address = (uintptr_t)memory;
         add(&allocations, (struct range){
                               .address = *address, .bytes = bytes, .context = current_context()});
@@ -790,9 +792,10 @@ EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUme
         return CUDA_ERROR_INVALID_VALUE;
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&mutex);
-    if (occupy(bytes)) {
-        if (posix_memalign(&memory, 512, bytes) != 0)
-            misuse("no host memory for that of the device");
+    bool occupied = occupy(bytes);
+    if (occupied && posix_memalign(&memory, 512, bytes) != 0)
+        vacate(bytes);
+    else if (occupied) {
         *address = (uintptr_t)memory;
         count_in(pool, bytes);
         add(&allocations, (struct range){.address = *address, .bytes = bytes, .pool = pool});

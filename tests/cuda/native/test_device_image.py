@@ -180,7 +180,8 @@ def test_a_kernel_that_cannot_go_back_reads_no_more_of_the_save_point(kernel, mo
         kernel.lifecycle.back("one")
     kernel.runs_on()
     assert kernel.lifecycle.kernel.ahead is None
-    assert not [each.name for each in threading.enumerate() if each.name.startswith("gpu-ckpt")]
+    reads = ("gpu-ckpt-capsule", "gpu-ckpt-device")
+    assert not [each.name for each in threading.enumerate() if each.name.startswith(reads)]
 
 
 def test_a_damaged_chunk_is_not_brought_to_life(kernel):

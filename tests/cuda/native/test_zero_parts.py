@@ -173,4 +173,4 @@ def test_zeros_go_to_an_image_and_come_back(fast_kernel):
         kernel.program.ask("ctypes.memset(held[1][0], 0, held[1][1])")
     parts = {event.step: [*event.parts] for event in events.completed() if event.parts}
     assert parts["cuda_suspend"] == ["inspect", "lock", "swap_out", "freeze", "driver"]
-    assert parts["cuda_resume"] == ["children", "driver", "swap_in"]
+    assert parts["cuda_resume"] == ["children", "driver", "read", "swap_in"]

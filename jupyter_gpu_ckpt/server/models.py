@@ -38,6 +38,8 @@ def why_not(provisioner: GpuCkptProvisioner | None) -> str:
     """Return why a kernel without a lifecycle cannot be checkpointed."""
     if provisioner is None:
         return "This kernel was started by another provisioner."
+    if provisioner.unfit is None and provisioner.state is State.DEAD:
+        return "This kernel has ended, or is being restarted."
     if provisioner.unfit is None:
         return "This kernel was started plainly; restart it once `jupyter gpu-ckpt doctor` finds nothing missing."
     return f"{provisioner.unfit.message} {provisioner.unfit.hint}"

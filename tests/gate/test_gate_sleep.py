@@ -586,7 +586,7 @@ def test_a_risky_cell_whose_save_point_cannot_be_requested_does_not_run(world: W
 def test_a_risky_cell_that_waits_can_be_interrupted(up: World) -> None:
     client = with_risky(up)
     risky = client.execute(RISKY)
-    until(lambda: up.gate.queued == 1, "it is kept")
+    until(lambda: up.gate.queued == 1 and not up.gate.pending, "it is kept, and the cell before it has ended")
     send(client, "interrupt_request", {}, "control")
     assert reply(client, risky)["content"]["ename"] == "KeyboardInterrupt"
     up.gate.risky_saved(risky, None)

@@ -57,7 +57,8 @@ def without_handles(monkeypatch) -> None:
 
 def test_watches_are_put_back_although_another_process_of_the_tree_has_ended(tmp_path):
     program = f"{SETUP}\nadd({str(tmp_path)!r}, 0x100)\nprint(fd, flush=True); import time; time.sleep(1000)"
-    processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]
+    argv = [sys.executable, "-c", program]  # in the directory itself, where a search without handles begins
+    processes = [subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=tmp_path) for _ in range(2)]
     try:
         (first, _), (second, number) = [(process.pid, int(process.stdout.readline())) for process in processes]
         information = Path(f"/proc/{second}/fdinfo/{number}")

@@ -141,7 +141,11 @@ class Placement(LoggingConfigurable):
 
         done.set_running_or_notify_cancel()  # so that no time-out cancels it, for which its thread is not prepared
         self._reading.add(directory)
-        threading.Thread(target=run, name="gpu-ckpt-placement", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="gpu-ckpt-placement", daemon=True).start()
+        except RuntimeError:  # there are no more threads
+            self._reading.discard(directory)
+            raise
         return await asyncio.wrap_future(done, loop=loop)
 
     async def changes(self, spawner: Any, choice: NodeChoice) -> Changes:

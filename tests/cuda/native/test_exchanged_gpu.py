@@ -87,7 +87,7 @@ class Places:
         await until(lambda: self.device.used(TWO) == TOTAL - LEFT * SIZE)
         return cell
 
-    def go_on(self) -> None:
+    def continue_both(self) -> None:
         os.unlink(self._file)
 
 
@@ -116,7 +116,7 @@ async def test_one_comes_while_the_other_one_leaves_and_back(places):
     await until(lambda: places.device.used(ONE) == COME)
     assert sharing(places.two).participant.residence is Residence.LEAVING
     assert not cell.done()
-    places.go_on()
+    places.continue_both()
     assert await cell == "True"
     await until(lambda: (places.one.state, places.two.state) == ("running", "off_gpu"))
     assert await places.two.run("compute(); print(intact())") == "True"
@@ -139,7 +139,7 @@ async def test_one_is_kept_by_nobody_that_stops_in_the_middle_and_both_lose_noth
     await until(lambda: places.device.used(ONE) == COME)
     await until(lambda: places.device.used(ONE) == 0)
     await until(lambda: places.one.state == "off_gpu")
-    places.go_on()
+    places.continue_both()
     assert await cell == "True"
     assert await places.two.run("compute(); print(intact())") == "True"
     assert await places.one.run("print(intact())") == "True"

@@ -315,7 +315,7 @@ class GpuSharing:
             self._arrive(bool(used))
         if not used:
             if self.participant.residence is not Residence.ARRIVING and not self._waits_for_its_first:
-                self._member.update(lambda p: replace(p, residence=Residence.AWAY, on=(), resident=(), needs=()))
+                self._member.update(functools.partial(_without_memory, now=time.monotonic()))
         elif self.participant.residence in (Residence.PRESENT, Residence.AWAY):
             gpus = self._allowed(on, kernel.engine.gpus.list()) if set(on) - set(self.participant.gpus) else None
             self._member.update(
@@ -568,6 +568,15 @@ class GpuSharing:
         elif event.kind == "failed":
             self._measured = float("-inf")
             self._member.update(lambda p: replace(p.move_failed(now, used), waiting_since=None))
+
+
+def _without_memory(participant: Participant, now: float) -> Participant:
+    """Return the participant with no memory on any GPU, and so without a turn, for which it would not wait again.
+
+    As a process that has freed all, or one whose first context was seen half created before the driver gave it up.
+    """
+    ended = participant if participant.turn is None else participant.cell_ended(now)
+    return replace(ended, residence=Residence.AWAY, on=(), resident=(), needs=())
 
 
 def _timed(participant: Participant) -> Participant:

@@ -13,7 +13,7 @@ from harness import notebook, until
 from jupyter_gpu_ckpt.kernel import engine
 from jupyter_gpu_ckpt.sharing.policy import Rules
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(590)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 GIB = 1 << 30
 #: Bytes of each kernel's tensor, and of the memory that is left for kernels: a context takes less than the difference.
@@ -136,14 +136,14 @@ async def test_a_kernel_comes_back_on_another_gpu_that_is_free(tmp_path, runtime
         assert first.uuid != second.uuid
 
 
-#: All of the GPU's memory but what no context fits into.
+#: All of the memory that is left but what no context fits into.
 FILL = """
 import torch
 torch.zeros(1, device="cuda")
 x = torch.full(((torch.cuda.mem_get_info()[0] - ({left})) // 8,), 7, dtype=torch.int64, device="cuda")
 torch.cuda.synchronize()
 """
-#: Allocations by all ways that PyTorch has: of the whole size that the other kernel had.
+#: Allocations by all ways that PyTorch has.
 ALLOCATE = """
 import os
 os.environ["PYTORCH_CUDA_ALLOC_CONF"] = {allocator!r}
@@ -156,8 +156,10 @@ print(int(y[-1]))
 @pytest.mark.alone
 @pytest.mark.parametrize("allocator", ["", "expandable_segments:True", "backend:cudaMallocAsync"])
 async def test_the_first_context_and_each_kind_of_allocation_wait_on_a_full_gpu(
-    tmp_path, runtime_base, gpus, allocator, record
+    tmp_path, runtime_base, subject, gpus, allocator, record
 ):
+    """Another process leaves little of the GPU, so that host memory is enough for both kernels."""
+    subject().run(HOG.format(bytes=gpus.list()[0].free - LEFT - 3 * GIB, index=0), 120)
     async with contextlib.AsyncExitStack() as stack:
         kernels = []
         for name in ("one", "two"):
@@ -165,11 +167,11 @@ async def test_the_first_context_and_each_kind_of_allocation_wait_on_a_full_gpu(
             traits = {"gpu_sharing": "room", "image_dir": str(tmp_path / "images")}
             kernels.append(await stack.enter_async_context(notebook(tmp_path / name, runtime_base / name, **traits)))
         one, two = kernels
-        await one.run(FILL.format(left=64 << 20), timeout=120)
+        await one.run(FILL.format(left=64 << 20), timeout=60)
         free = gpus.list()[0].free
         began = time.monotonic()
-        code = ALLOCATE.format(allocator=allocator, bytes=gpus.list()[0].total // 2)
-        assert await two.run(code, timeout=300) == "3"
+        code = ALLOCATE.format(allocator=allocator, bytes=TENSOR)
+        assert await two.run(code, timeout=60) == "3"
         record(free_mib=free >> 20, seconds=round(time.monotonic() - began, 2))
         assert one.state in ("off_gpu", "suspended")
-        assert await one.run("print(bool((x == 7).all()))", timeout=300) == "True"
+        assert await one.run("print(int(x.min()), int(x.max()))", timeout=60) == "7 7"

@@ -216,6 +216,22 @@ async def test_the_first_context_of_a_kernel_waits_until_others_have_left(host, 
         assert await one.run("print(intact())") == "True"
 
 
+async def test_memory_that_a_context_had_which_did_not_come_about_is_no_turn(host, freed, tmp_path):
+    """The driver has some while it creates one, which may be seen, and gives it back where the rest is missing."""
+    async with host.notebook("one") as one, host.notebook("two") as two:
+        await host.allocate(two, 80, 2, A)
+        await until(lambda: sharing(two).participant.on == (A,))
+        pid, missing = one.lifecycle.capsule.host_pid, tmp_path / "missing"
+        host.driver.start({A: 4 * MIB}, pid=pid)
+        wait = f"while not pathlib.Path({str(missing)!r}).exists(): time.sleep(0.01)"
+        cell = asyncio.create_task(one.run(f"{BEGIN}\n{wait}\nprint(begin({freed()!r}))"))
+        await until(lambda: sharing(one).participant.turn is not None)
+        host.driver.start({}, pid=pid)
+        missing.touch()
+        assert await cell == "0"
+        await until(lambda: two.state == "off_gpu")
+
+
 async def test_a_first_context_that_comes_to_nothing_leaves_its_place_to_others(host, tmp_path):
     """The wish doubles until the kernel may not have as much; then the program gets the driver's error."""
     async with host.notebook("one") as one, host.notebook("two") as two:

@@ -120,8 +120,7 @@ def test_that_a_kernel_sleeps_is_within_sight_and_in_reach_however_narrow_the_wi
     assert status.inner_text() == "Kernel asleep"
     assert re.match(r"The kernel of \S+\.ipynb is asleep. Wake it now", status.get_attribute("aria-label"))
     tab.picture(f"status-{width}")
-    status.focus()
-    tab.page.keyboard.press("Enter")
+    status.press("Enter")
     status.wait_for(state="hidden")
     until(lambda: tab.window.server.get(f"gpu-ckpt/kernels/{tab.kernel_id()}")["state"] == "running")
 

@@ -202,7 +202,8 @@ class SharedTab:
             if self._tab is not None:
                 self._tab.settle()
         except NotPutBack as error:
-            print(f"The page is not used again: {error}")
+            dialogs = self._tab.page.locator(".jp-Dialog").all_inner_texts() if self._tab is not None else []
+            print(f"The page is not used again: {error} It shows {dialogs}.")
             self.close()
             end_kernels(self._server)
 

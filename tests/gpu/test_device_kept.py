@@ -82,7 +82,7 @@ torch.cuda.synchronize()
 
 @pytest.mark.alone
 async def test_cells_that_begin_while_the_memory_is_mirrored(tmp_path, runtime_base, record):
-    """30 rounds: a mirror begins, a cell ends it, and what a suspend finds is what the cell has left."""
+    """100 rounds: a mirror begins, a cell ends it, and what a suspend finds is what the cell has left."""
     pytest.importorskip("torch", reason="PyTorch is not installed on this machine")
     async with notebook(tmp_path, runtime_base, fast_path="auto", host_copy_bytes=64 * GIB) as kernel:
         await kernel.run(FILL, 100)
@@ -95,10 +95,10 @@ async def test_cells_that_begin_while_the_memory_is_mirrored(tmp_path, runtime_b
         record(seconds=kernel.steps.completed()[-1].seconds)
         assert not await kernel.provisioner.mirror(), "a kernel that is off the GPU has nothing to mirror"
         await kernel.run("pass")
-        for turn in range(30):
+        for turn in range(100):
             await kernel.settled("running")
             assert await kernel.provisioner.mirror()
-            await asyncio.sleep(turn / 60)
+            await asyncio.sleep(turn / 200)
             await kernel.run(CELL, 100)
             if turn % 10 == 9:
                 before = json.loads(await kernel.run(STATE, 100))

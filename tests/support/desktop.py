@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -202,8 +202,10 @@ class SharedTab:
             if self._tab is not None:
                 self._tab.settle()
         except NotPutBack as error:
-            dialogs = self._tab.page.locator(".jp-Dialog").all_inner_texts() if self._tab is not None else []
-            print(f"The page is not used again: {error} It shows {dialogs}.")
+            print(f"The page is not used again: {error}")
+            with suppress(NotPutBack):  # the page may have crashed
+                if self._tab is not None:
+                    print(f"It shows {self._tab.page.locator('.jp-Dialog').all_inner_texts()}.")
             self.close()
             end_kernels(self._server)
 

@@ -538,9 +538,10 @@ def _connect(first: Unconnected, second: Unconnected) -> None:
     (one, _, address), (other, _, other_address) = first, second
     addresses, usual = _available(one.family, address, other.family, other_address)
     with contextlib.ExitStack() as stack:
-        for (sock, end, _), announced in zip((first, second), usual, strict=True):
+        for (sock, end, _), (_, peer, _), announced in zip((first, second), (second, first), usual, strict=True):
             if end is not None and "announced" in end:  # an older release did not save it
-                stack.enter_context(sockets.announcing(sock, end["announced"], announced, end["options"]))
+                received = peer["announced"]["sent"] if peer is not None else None
+                stack.enter_context(sockets.announcing(sock, end["announced"], announced, end["options"], received))
         _join(one, other, addresses)
 
 

@@ -448,30 +448,40 @@ def announced(sock: socket.socket) -> dict[str, int]:
     """Return what an end of a TCP connection has announced: its largest segment, and the scale of its window.
 
     Options that were set before the socket was connected limit them: TCP_MAXSEG and TCP_WINDOW_CLAMP.  The latter
-    remains to be read, the former is the size of segments on a connection.
+    remains to be read, the former is the size of segments that are sent on a connection: ``sent``.
     """
     info = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 104)
     has_timestamps = info[5] & 1  # Linux has subtracted their bytes once both ends know
     segment = struct.unpack_from("=I", info, 84)[0] + (_TIMESTAMP_BYTES if has_timestamps else 0)
-    return {"segment": segment, "scale": info[6] >> 4}
+    sent = sock.getsockopt(socket.IPPROTO_TCP, _TCP["TCP_MAXSEG"])
+    return {"segment": segment, "scale": info[6] >> 4, "sent": sent}
 
 
 @contextlib.contextmanager
 def announcing(
-    sock: socket.socket, wanted: dict[str, int], usual: dict[str, int], options: dict[str, str]
+    sock: socket.socket,
+    wanted: dict[str, int],
+    usual: dict[str, int],
+    options: dict[str, str],
+    received: int | None,
 ) -> Iterator[None]:
     """Let a socket announce what `announced` returned, when the body connects it.  Raises `OSError`.
 
-    ``usual``: what a socket without options announces here.  ``options``: those of the connection.
+    ``usual``: what a socket without options announces here.  ``options``: those of the connection.  ``received``: bytes
+    of the segments that the other end sent, if that is known.
     """
     _announce(sock, wanted, usual, options)
     with socket.socket(sock.family) as new:
         usual_size = new.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-    size, lock = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF), 0
-    # Else SO_RCVBUF limits the window for good, although the program has set it later.
-    is_later = size < usual_size and wanted["scale"] >= usual["scale"]
-    with contextlib.suppress(OSError):  # before Linux 5.14
+    size, lock = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF), _LOCKS_RECEIVING
+    with contextlib.suppress(OSError):  # before Linux 5.14 a buffer that was set is locked
         lock = sock.getsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK)
+    # Else SO_RCVBUF limits the window for good, although the program has set it later.  Of one that is not locked the
+    # scale does not show when it was set, but the segments of the other end do: they are half the largest window.
+    is_later = size < usual_size and wanted["scale"] >= usual["scale"]
+    if is_later and received is not None and not lock & _LOCKS_RECEIVING:
+        is_later = not received <= size // 2 < wanted["segment"] - _TIMESTAMP_BYTES
+    with contextlib.suppress(OSError):
         if is_later:
             _set_receive_buffer(sock, usual_size)
             sock.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, lock & ~_LOCKS_RECEIVING)

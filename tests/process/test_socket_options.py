@@ -29,6 +29,7 @@ ROOT = os.geteuid() == 0
 OF_LINUX = {"SO_INCOMING_CPU", "IP_MULTICAST_TTL", "IPV6_MULTICAST_IF", "IPV6_MULTICAST_HOPS"}
 #: A connection's segments that no TCP_MAXSEG limits, over the loopback device.
 UNLIMITED_SEGMENT = 30_000
+SO_BUF_LOCK = 72
 
 
 class Trip:
@@ -110,6 +111,17 @@ def test_several_options_of_one_socket_come_back(criu_binary, kind):
     trip = Trip(Criu(criu_binary.argv), kind, f"make_some({kind!r}, 20, {seed!r})")
     assert trip.differences(kind) == []
     assert len(trip.seen[0]) == 20
+
+
+@pytest.mark.parametrize("kind", ["a TCP socket before its connection", "a TCP connection"])
+def test_a_receive_buffer_that_is_small_and_not_locked_comes_back(criu_binary, kind):
+    """Neither its lock nor the scale of the window shows whether it was set before the connection or after it."""
+    options = {(socket.SOL_SOCKET, socket.SO_RCVBUF): b"\1\0\0\0", (socket.SOL_SOCKET, SO_BUF_LOCK): b"\1\0\0\0"}
+    trip = Trip(Criu(criu_binary.argv), kind, f"make_with({kind!r}, {options!r})")
+    assert trip.differences(kind) == []
+    (ends,) = trip.seen[0].values()
+    segments = int.from_bytes(bytes.fromhex(ends[1]["TCP_MAXSEG"]), "little")
+    assert (segments < UNLIMITED_SEGMENT) == ("before" in kind)
 
 
 @pytest.mark.parametrize("priority", [0, 3])

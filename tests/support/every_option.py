@@ -351,6 +351,13 @@ def make_each(kind: str, level: int) -> None:
     time.sleep(_QUIET)
 
 
+def make_with(kind: str, options: dict[tuple[int, int], bytes]) -> None:
+    """Make sockets of a kind with these options, set in this order."""
+    put, socks = _made(kind, options)
+    made[" ".join(name_of(*option) for option in put.changed)] = socks
+    time.sleep(_QUIET)
+
+
 def make_some(kind: str, count: int, seed: str) -> None:
     """Make sockets of a kind, each with several options at once, drawn by ``seed``."""
     chance, some = random.Random(seed), list(values())

@@ -91,13 +91,13 @@ _C_LIBRARY = "CS_GNU_LIBC_VERSION"
 MUCH = 2 << 30
 #: Precedes what the library publishes in its memory (`published.h`).
 _MARK = b"gpu-ckpt state:\0"
-_PUBLISHED = struct.Struct("=iiiiq16s")
-#: Bits of the launch gate's state: it is closed, and opens by itself.
-_GATE_CLOSED, _GATE_LEASED = 2, 4
+_PUBLISHED = struct.Struct("=iiiiq16si")
+#: Bits of the launch gate's state: it is closed, opens by itself, and was passed by no call since a mirror began.
+_GATE_CLOSED, _GATE_LEASED, _GATE_WATCHED = 2, 4, 8
 #: Says that a kernel shares GPUs (`memory_wait.c`).
 _SHARES_VARIABLE = "JUPYTER_GPU_CKPT_SHARES_GPUS"
 #: Version of the protocol on that socket (`control.c`).
-_VERSION = 5
+_VERSION = 6
 #: Seconds that the launch gate may be leased at the most.
 _LONGEST_LEASE = 86400.0
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
@@ -133,10 +133,11 @@ class _Published(NamedTuple):
     touches: int
     wanted: int
     wanted_on: bytes
+    mirrored: int
 
 
 #: Of a kernel without the library.
-_NOTHING = _Published(_VERSION, _State.ON_DEVICE, 0, 0, 0, b"")
+_NOTHING = _Published(_VERSION, _State.ON_DEVICE, 0, 0, 0, b"", 0)
 
 
 class _Refused(Exception):
@@ -252,6 +253,11 @@ class FastPath:
         """Return the UUID of the GPU where a new context waits for memory, "" if none does.  As `touches`."""
         bytes = self._published().wanted_on
         return f"GPU-{uuid.UUID(bytes=bytes)}" if any(bytes) else ""
+
+    def mirrored(self) -> bool:
+        """Return whether host memory has a copy of all that can be kept there, as it is now.  As `touches`."""
+        published = self._published()
+        return bool(published.mirrored) and published.launch_gate == _GATE_WATCHED
 
     def launch_gate_is_closed(self) -> bool:
         """Return whether calls wait at the launch gate.  As `touches`."""

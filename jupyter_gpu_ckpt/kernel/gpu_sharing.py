@@ -311,6 +311,7 @@ class GpuSharing:
         if self._lifecycle.state is not State.RUNNING:  # a verb has begun meanwhile
             return
         on, bytes = tuple(used), tuple(used.values())
+        mirrored = bool(used) and cuda_processes.mirrored(kernel)
         if self.participant.residence is Residence.ARRIVING and self._admitted_at is not None:
             self._arrive(bool(used))
         if not used:
@@ -327,6 +328,7 @@ class GpuSharing:
                     resident=bytes,
                     needs=self._more(bytes),
                     gpus=p.gpus if gpus is None else gpus,
+                    mirrored=mirrored,
                 )
             )
 

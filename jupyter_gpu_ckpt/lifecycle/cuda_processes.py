@@ -41,6 +41,14 @@ def candidates(kernel: KernelState) -> list[int]:
     return [pid for pid in _all(kernel) if _unless_ended(kernel, pid, kernel.engine.cuda.uses_cuda)]
 
 
+def mirrored(kernel: KernelState) -> bool:
+    """Return whether host memory has a copy of the kernel's device memory as it is; never of a tree that uses CUDA.
+
+    Raises `CudaError` if the process has ended, `ProtocolVersion`.
+    """
+    return len(candidates(kernel)) == 1 and kernel.fast_path().mirrored()
+
+
 def states(kernel: KernelState, cuda: Cuda | None = None) -> dict[int, CudaState]:
     """Return the CUDA state of the processes that have one, by host pid, the kernel's own first.  Raises `CudaError`.
 

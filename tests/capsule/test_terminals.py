@@ -208,7 +208,7 @@ REFUSED = {
     ),
     "one_that_is_full": (
         "m, s = pty.openpty(); tty.setraw(s); os.set_blocking(s, False); full = 0\n"
-        "while select.select([], [s], [], 0.1)[1]: full += os.write(s, bytes(255))\n"
+        "while select.select([], [s], [], 2)[1]: full += os.write(s, bytes(255))\n"
         "os.close(s)",
         "pseudo-terminal 0 .* has more",
         "got = 0\nwhile got < full: got += len(os.read(m, 4096))",

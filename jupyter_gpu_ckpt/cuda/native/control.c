@@ -68,7 +68,7 @@
 #include "workers.h"
 
 #ifndef CONTROL_VERSION /* of another release, in tests */
-#define CONTROL_VERSION 5
+#define CONTROL_VERSION 6
 #endif
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
 /* The same, for the processes that the kernel starts: each appends its pid to the name. */

@@ -15,6 +15,7 @@
 #include "host_memory.h"
 #include "launch_gate.h"
 #include "page_digests.h"
+#include "published.h"
 #include "seconds.h"
 #include "swap.h"
 #include "table_lock.h"
@@ -48,7 +49,7 @@ bool mirror_runs(void) { return atomic_load(&running) != 0; }
 
 void mirror_in_child(void)
 {
-    running = forbidden = 0;
+    running = forbidden = gpu_ckpt_published.mirrored = 0;
     ring.memory = NULL;
     list = NULL;
 }
@@ -59,16 +60,21 @@ static void close_used_ring(void)
         ring_close(&ring);
 }
 
-void mirror_end(void)
+static void stop(void)
 {
-    if (!mirror_runs())
-        return;
-    launch_gate_watch(false);
     close_used_ring();
     swap_free_places(list, count);
     list = NULL;
     atomic_store(&running, 0);
     syscall(SYS_futex, &running, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+void mirror_end(void)
+{
+    atomic_store(&gpu_ckpt_published.mirrored, 0);
+    launch_gate_watch(false);
+    if (mirror_runs())
+        stop();
 }
 
 void mirror_forbid(bool forbids)
@@ -88,6 +94,7 @@ CUresult mirror_begin(void)
         return CUDA_SUCCESS;
     if (driver() == NULL || driver()->cuThreadExchangeStreamCaptureMode == NULL)
         return CUDA_ERROR_NOT_SUPPORTED;
+    mirror_end(); /* one that is complete */
     registered = registered || atexit(forbid_at_exit) == 0;
     atomic_store(&running, 1);
     if (registered && atomic_load(&forbidden) == 0 && launch_gate_watch(true))
@@ -230,6 +237,11 @@ static bool perform_step(void)
 
 void mirror_step(void)
 {
-    if (mirror_runs() && !perform_step())
+    if (!mirror_runs() || perform_step())
+        return;
+    if (next == count && is_undisturbed() && swap_keeps()) {
+        atomic_store(&gpu_ckpt_published.mirrored, 1);
+        stop();
+    } else
         mirror_end();
 }

@@ -18,10 +18,11 @@ CUresult mirror_begin(void);
 
 bool mirror_runs(void);
 
-/* The next step; after the last, or after any failure, it no longer runs. */
+/* The next step; after the last, or after any failure, it no longer runs.  After the last it is published until the
+ * first call that uses the GPU that all is copied. */
 void mirror_step(void);
 
-/* End it.  What it has copied is kept. */
+/* End it, also one that is complete.  What it has copied is kept. */
 void mirror_end(void);
 
 /* From any other thread: have it end, and not begin, before a context is destroyed; and permit it again. */

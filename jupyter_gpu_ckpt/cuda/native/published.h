@@ -25,6 +25,7 @@ struct published {
     atomic_int touches;     /* calls that found the gate closed, since it was */
     atomic_llong wanted;    /* bytes of allocations that wait for free memory (`memory_wait.h`) */
     unsigned char wanted_on[16]; /* UUID of the GPU, if a context waits; else zeros */
+    atomic_int mirrored; /* with GATE_WATCHED: host memory has a copy of all that can be kept there (`mirror.h`) */
 };
 
 extern struct published gpu_ckpt_published __attribute__((visibility("hidden")));

@@ -9,6 +9,7 @@
 #include "host_memory.h"
 #include "mappings.h"
 #include "memory_pressure.h"
+#include "published.h"
 #include "seconds.h"
 #include "table_lock.h"
 
@@ -26,6 +27,7 @@ static bool is_kept(void)
 
 static void free_host(void)
 {
+    atomic_store(&gpu_ckpt_published.mirrored, 0);
     host_memory_free();
     content = NOTHING;
 }

@@ -199,14 +199,33 @@ def test_a_mirror_goes_to_an_image_and_comes_back(fast_kernel):
     copies = "ctypes.CDLL('libcuda.so.1').double_calls(b'cuMemcpyDtoHAsync_v2')"
     for leave, come, value in (("suspend", "resume", 100), ("checkpoint", "wake", 101)):
         assert host_memory.begin_mirror(kernel.lifecycle.kernel)
+        assert not kernel.path().mirrored() or not kernel.path().amounts().mirrors
         until(lambda: not kernel.path().amounts().mirrors, "it has ended")
+        assert kernel.path().mirrored()
         assert kernel.path().amounts().kept == kernel.blocks
         kernel.program.ask(f"ctypes.memset(held[2][0].value + 30000, {value}, 5)")
         before, made = kernel.program.ask(contents), kernel.program.ask(copies)
         getattr(kernel.lifecycle, leave)()
+        assert leave == "checkpoint" or not kernel.path().mirrored()
         getattr(kernel.lifecycle, come)()
         assert kernel.program.ask(contents) == before
         assert kernel.program.ask(copies) - made == 1
+
+
+@pytest.mark.parametrize("end", ["ctypes.CDLL('libcuda.so.1').cuCtxSynchronize()", "keep 0"])
+def test_one_that_is_complete_is_published_until_the_gpu_is_used_or_it_is_given_up(fast_kernel, end):
+    kernel = fast_kernel(host_copy_bytes=ENOUGH)
+    path = kernel.path()
+    for _ in range(2):
+        assert not path.mirrored()
+        assert host_memory.begin_mirror(kernel.lifecycle.kernel)
+        until(path.mirrored, "it is complete")
+        assert host_memory.begin_mirror(kernel.lifecycle.kernel), "another is begun"
+        until(path.mirrored, "that is complete, too")
+        if end == "keep 0":
+            path._keep(0)
+        else:
+            assert kernel.program.ask(end) == 0
 
 
 def test_it_ends_no_capture_of_the_program(programs, doubles, runtime_base):

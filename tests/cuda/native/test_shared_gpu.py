@@ -103,6 +103,24 @@ async def test_memory_is_taken_from_the_idle_one_and_a_cell_without_cuda_moves_n
             assert await kernel.run("print(intact(), n > 0)") == "True True"
 
 
+async def test_of_two_idle_kernels_the_one_that_is_mirrored_leaves(host):
+    kept = {"host_copy_bytes": 1 << 30}
+    async with host.notebook("third") as third, host.notebook("one") as one, host.notebook("two", **kept) as two:
+        await host.allocate(third, 50, 3, A)
+        await asyncio.to_thread(third.lifecycle.yield_gpu)
+        for value, kernel in enumerate((one, two), start=1):
+            await host.allocate(kernel, 22, value, A)
+            await until(lambda kernel=kernel: sharing(kernel).participant.on == (A,))
+        assert not sharing(two).participant.mirrored
+        assert await two.provisioner.mirror()
+        await until(lambda: sharing(two).participant.mirrored)
+        assert await third.run("n = compute(0.05); print(intact())") == "True"
+        assert (one.state, two.state) == ("running", "off_gpu"), "although the other has been idle for longer"
+        assert not sharing(two).participant.mirrored
+        for kernel in (one, two):
+            assert await kernel.run("print(intact())") == "True"
+
+
 async def test_cells_that_compute_at_the_same_time_take_turns_and_all_end(host):
     async with two(host) as (one, other):
         states = []

@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import json
 import os
+import secrets
 import shutil
 import socket
 from collections import deque
@@ -127,7 +128,7 @@ class Remote:
     def discard(self, id: str, token: str) -> None:
         """Delete what `send` sent with ``token``, unless another owns it by now."""
         claim = self._read_claim(id)
-        if claim is None:  # parts without a claim are of a sender that ended before it could make one
+        if claim is None:  # an image that was sent, or what is left of one that is being removed
             with mapped_errors():
                 ours = MANIFEST not in self.storage.sizes(id)
         else:
@@ -148,25 +149,29 @@ class Remote:
                 message = "The image cannot be sent: its content is in the cold tier."
                 hint = "Wake its kernel, which fetches the content, and put it to sleep again."
                 raise ImageArchived(message, hint=hint, image=image.id)
-            sent = self.send(image, progress)
-            self.complete(image)
+            token = secrets.token_hex(8)
+            sent = self.send(image, progress, token=token)
+            self.complete(image, token)
+            with mapped_errors():
+                self.storage.delete(image.id, CLAIM)
             if remove_from is not None:
                 remove_from.remove(image, leased=True, moved=True)
         return sent
 
-    def send(self, image: Image, progress: Progress | None = None, token: str = "") -> int:
+    def send(self, image: Image, progress: Progress | None = None, *, token: str) -> int:
         """Send an image's content, which no listing shows before `complete`; return the bytes that had to be sent now.
 
         Every part there was compared by its hash on return, also those of an earlier try.  ``token``: names the owner
-        of the parts (`discard`).
+        of the parts (`complete`, `discard`), which is the last that has begun to send.
         """
         hashes = self.storage.hashes(image.id)
         sent: dict[str, str] = {}
         with mapped_errors():
             self.storage.make_directory(image.id)
-            if token:
-                self._put_claim(image.id, token)
-            if present := self.storage.sizes(image.id):
+            claim = json.dumps({**_claimant(), "token": token}).encode()
+            self.storage.write(image.id, CLAIM, claim, durable=True)
+            present = self.storage.sizes(image.id)
+            if present.keys() - {CLAIM}:
                 hashes.query(sum(present.values()))
 
             def send(part: Part) -> int:
@@ -195,21 +200,21 @@ class Remote:
             raise RemoteFailed(f"The image did not arrive as it was sent: {len(wrong)} parts differ.", parts=wrong[:20])
         return total
 
-    def complete(self, image: Image, token: str = "") -> None:
-        """Make what was sent an image; with the ``token`` of `send` one that no other host can pull."""
+    def complete(self, image: Image, token: str) -> None:
+        """Make what `send` sent with ``token`` an image, which no other host can pull as long as its claim is there.
+
+        Raises `RemoteFailed` where another transfer of the image has begun meanwhile, or ended: then the parts are its
+        own, and may have gone with an image that was pulled.
+        """
         with mapped_errors():
             # Read before anything is written: the image may have gone.
             last = {name: (image.path / name).read_bytes() for name in (SEAL, MANIFEST)}
             self.storage.flush(image.id)  # once for all parts: a flush after each takes a tenth more time (measured)
-            if token:
-                self._put_claim(image.id, token)
-            else:
-                self.storage.delete(image.id, CLAIM)
+            claim = self._read_claim(image.id)
+            if claim is None or claim.get("token") != token:
+                raise RemoteFailed("Another transfer of the image to there has begun meanwhile.", image=image.id)
             for name, content in last.items():
                 self.storage.write(image.id, name, content, durable=True)
-
-    def _put_claim(self, id: str, token: str) -> None:
-        self.storage.write(id, CLAIM, json.dumps({**_claimant(), "token": token}).encode(), durable=True)
 
     # -- pull
 

@@ -264,6 +264,25 @@ def test_what_was_sent_with_a_token_is_given_up_with_it_alone(place, near, far):
     far.check(place.remote().pull(image.id, far))
 
 
+def test_a_push_that_another_one_of_the_same_image_has_overtaken_keeps_its_own(place, near, far, tmp_path):
+    """Else it completes an image whose parts the other's has taken along, and deletes its own."""
+    image, third = publish(near), Store(tmp_path / "third", near.keys)
+    place.remote().push(image)
+    copy = place.remote().pull(image.id, far, keep=True)
+    place.remote().remove(image.id)
+    slow = place.remote()
+
+    def overtake(*arguments):
+        place.remote().push(copy, remove_from=far)
+        place.remote().pull(image.id, third)
+        Remote.complete(slow, *arguments)
+
+    with mock.patch.object(slow, "complete", overtake), pytest.raises(RemoteFailed):
+        slow.push(image, remove_from=near)
+    near.check(image)
+    assert place.remote().images() == []
+
+
 # -- what is there may be anything
 
 

@@ -31,7 +31,17 @@ from blake3 import blake3
 from filelock import FileLock, Timeout
 
 from .. import procfs
-from ..errors import ImageArchived, ImageBusy, ImageDamaged, ImageFormat, ImageNotFound, NoSpace, RemoteFailed
+from ..errors import (
+    ImageArchived,
+    ImageBusy,
+    ImageDamaged,
+    ImageFormat,
+    ImageNotFound,
+    NoSpace,
+    QuotaExceeded,
+    RemoteFailed,
+)
+from ..files import disk
 from ..files.atomic import flush, write_atomically
 from ..image import layout, verify
 from ..image.image import Image
@@ -223,8 +233,8 @@ class Remote:
 
         The remote image is claimed first and removed afterwards.  ``keep``: it is only copied, and the caller answers
         for restoring one of the two.  Raises what `Store.check` raises, `ImageBusy` when another host has claimed it or
-        another process here pulls it, `ImageNotFound`, `NoSpace`; `RemoteFailed` also where the image is here and only
-        the remote one could not be removed, which another pull does.
+        another process here pulls it, `ImageNotFound`, `NoSpace`, `QuotaExceeded`; `RemoteFailed` also where the image
+        is here and only the remote one could not be removed, which another pull does.
         """
         store.prepare()
         self.storage.path(id)  # raises for an id that is no name
@@ -233,7 +243,7 @@ class Remote:
             self.remove(id)
             return store.get(id)
         _require_absent(target)  # before it is claimed
-        with self.fetched(id, store, keep=keep, progress=progress) as fetched:
+        with self.fetched(id, store, keep=keep, reserves=True, progress=progress) as fetched:
             _require_absent(target)
             fetched.rename(target)
             flush(store.root)
@@ -258,8 +268,13 @@ class Remote:
         return True
 
     @contextlib.contextmanager
-    def fetched(self, id: str, store: Store, *, keep: bool = True, progress: Progress | None = None) -> Iterator[Path]:
-        """Fetch an image into a verified directory for the body to move files from; resumes.  Raises as `pull`."""
+    def fetched(
+        self, id: str, store: Store, *, keep: bool = True, reserves: bool = False, progress: Progress | None = None
+    ) -> Iterator[Path]:
+        """Fetch an image into a verified directory for the body to move files from; resumes.  Raises as `pull`.
+
+        ``reserves``: its bytes in the quota, which does not count it yet.
+        """
         self.storage.path(id)  # raises for an id that is no name
         directory = Path(store.root, INCOMING, id)  # of the image's name, as `verify` requires
         directory.parent.mkdir(mode=0o700, exist_ok=True)
@@ -269,23 +284,39 @@ class Remote:
         except Timeout as error:
             raise ImageBusy(f"Image {id} is being pulled by another process.", image=id) from error
         try:
-            self._fetch(id, directory, store, keep, progress)
-            yield directory
+            with contextlib.ExitStack() as stack:
+                self._fetch(id, directory, store, keep, stack if reserves else None, progress)
+                yield directory
             shutil.rmtree(directory, ignore_errors=True)
             Path(lock.lock_file).unlink(missing_ok=True)
         finally:
             lock.release()
 
-    def _fetch(self, id: str, directory: Path, store: Store, keep: bool, progress: Progress | None) -> None:
+    def _fetch(
+        self,
+        id: str,
+        directory: Path,
+        store: Store,
+        keep: bool,
+        reservations: contextlib.ExitStack | None,
+        progress: Progress | None,
+    ) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         for name, most in ((MANIFEST, MOST_BYTES), (SEAL, 4096)):
             write_atomically(directory / name, self.storage.read_small(id, name, most), durable=True)
         manifest = verify.require_sealed(directory, store.keys)
         store.generations.require_current(manifest)
+        left = f"the image {id} is whole where it is, and was not fetched"
         if store.free() < (needed := _missing(directory, manifest)):
-            message = "The image does not fit on the disk of the image directory."
-            left = f"the image {id} is whole where it is, and was not fetched"
-            raise NoSpace(message, left=left, needed=needed)
+            raise NoSpace("The image does not fit on the disk of the image directory.", left=left, needed=needed)
+        if reservations is not None:
+            reservation = store.reservation(directory, manifest.kernel_id)
+            reservations.callback(reservation.release)
+            try:
+                reservation.reserve(manifest.bytes)
+            except QuotaExceeded as error:
+                error.left = left
+                raise
         if not keep:
             self._claim(id)
         with mapped_errors():
@@ -326,7 +357,7 @@ class Remote:
         for part, data in zip(parts(manifest), self._map(read, parts(manifest)), strict=True):
             hashers[part.file].update(data)
             if part.end > complete[part.file]:
-                with open(directory / part.file, "ab", opener=_open_own) as file:
+                with disk.mapped_errors(directory), open(directory / part.file, "ab", opener=_open_own) as file:
                     if part.name in present:
                         file.write(data)
                     else:

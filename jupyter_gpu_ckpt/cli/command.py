@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jupyter_core.application import JupyterApp, base_aliases, base_flags
-from traitlets import Bool, Enum, TraitError, TraitType, Unicode, default
+from traitlets import Bool, Enum, Int, TraitError, TraitType, Unicode, default
 from traitlets.config.application import ClassesType
 from traitlets.config.configurable import Configurable
 from traitlets.config.loader import ArgumentError, Config, ConfigFileNotFound, KVArgParseConfigLoader
@@ -55,6 +55,8 @@ class Configured(Configurable):
     encryption_key = Unicode().tag(config=True)
     fast_path = Enum(["auto", "kernel", "off"], "auto").tag(config=True)
     memory_dir = Unicode("/dev/shm").tag(config=True)  # noqa: S108 - a directory of this user's below it
+    image_quota = Int(0, min=0).tag(config=True)
+    sleeping_quota = Int(0, min=0).tag(config=True)
 
     @classmethod
     def section_names(cls) -> list[str]:
@@ -149,9 +151,12 @@ class GpuCkptCommand(JupyterApp):
 
     def store(self) -> Store:
         """Return the images of this user, in the directory where kernels put them."""
+        from ..image.quota import Quota
         from ..image.store import Store
 
-        return Store(Path(self.configured.image_dir))
+        configured = self.configured
+        quota = Quota(configured.image_quota, configured.sleeping_quota)
+        return Store(Path(configured.image_dir), quota=quota)
 
     @functools.cached_property
     def terminal(self) -> Terminal:

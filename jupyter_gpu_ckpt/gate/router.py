@@ -128,9 +128,8 @@ class Router:
         self._drain = Drain(self.pending, self._send_internal, self._dropped)
         self._waiting_for_idle: list[Future[None]] = []
         self._wake_requested = False  # on_wake was called for this sleep
-        #: The risky cell, the first in the queue, whose save point is being made; and the one that has it.
+        #: The risky cell, the first in the queue, whose save point is being made.
         self._unsaved: Request | None = None
-        self._saved: Request | None = None
         self._dead = False
         self._prompt: _Prompt | None = None
         self._nudge_at: float | None = None
@@ -279,7 +278,7 @@ class Router:
             raise StateError("The gate is being drained by another call.")
         self.state, self._wake_requested = GateState.OPEN, False
         while self.state is GateState.OPEN and (request := self.queue.first()) is not None:
-            if _is_risky(request) and request is not self._saved:
+            if _is_risky(request) and not request.saved:
                 self._precede(request)
             else:
                 self.queue.pop_first()
@@ -295,7 +294,7 @@ class Router:
             return  # its kernel has ended
         self._unsaved = None
         if error is None:
-            self._saved = risky
+            risky.saved = True
         else:
             self._answer_executions(
                 lambda request: self.replies.failed(request, error), lambda request: _sender(request) == _sender(risky)
@@ -362,23 +361,28 @@ class Router:
     def interrupt(self) -> bool:
         """Answer each queued execution as interrupted; False, and nothing is done, when the gate is open.
 
-        Then the kernel itself is to be interrupted, also where a risky cell waited, which does not run then.  A wake
-        goes on: the kernel may be needed for the next cell.
+        Then the kernel itself is to be interrupted, but not where it works on nothing and a risky cell waited for its
+        save point: that cell, which does not run then, was meant.  A wake goes on: the kernel may be needed for the
+        next cell.
         """
         if self.state in (GateState.OPEN, GateState.DRAINING):
             self.pending.answered()
-            self._interrupt_risky()
-            return False
+            return self._interrupt_risky()
         # Requests sent before the interrupt may still lie unread in the front socket.
         self._loop.pump(self._front["shell"])
         self.cancel_prompt()
         self._answer_executions(self.replies.interrupted)
         return True
 
-    def _interrupt_risky(self) -> None:
-        """Answer a risky cell that waits for its save point, and what is queued behind it, as interrupted."""
-        if self._unsaved is not None and not self.pending.cells():
-            self._answer_executions(self.replies.interrupted)
+    def _interrupt_risky(self) -> bool:
+        """Answer a risky cell that waits for its save point, and what is queued behind it, as interrupted.
+
+        Return whether that was all: an idle kernel gets no interrupt, by which ipykernel drops a cell that begins then.
+        """
+        if self._unsaved is None or self.pending.cells():
+            return False
+        self._answer_executions(self.replies.interrupted)
+        return not self.pending.working()
 
     def _answer_executions(
         self, answer: Callable[[Request], object], wanted: Callable[[Request], bool] = lambda _: True
@@ -544,10 +548,11 @@ class Router:
             return
         # A running cell may need an answer to its input(), an interrupt, its end: those pass a drain.
         passes = request.channel == "stdin" or kind in _DONE_WITHOUT_KERNEL
-        if self.state is GateState.OPEN or (self.state is GateState.DRAINING and passes):
+        if kind == "interrupt_request" and self.state is GateState.DRAINING and self._interrupt_risky():
+            self._notify(self._on_agent_request, {"verb": "interrupt"})
+            self.replies.done(request)
+        elif self.state is GateState.OPEN or (self.state is GateState.DRAINING and passes):
             self._forward(request)
-            if kind == "interrupt_request":
-                self._interrupt_risky()
         elif kind in _DONE_WITHOUT_KERNEL:
             if kind == "interrupt_request":
                 self.interrupt()

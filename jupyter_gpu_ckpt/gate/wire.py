@@ -173,15 +173,19 @@ def close(sockets: Mapping[str, zmq.Socket[Any]]) -> None:
         each.close(linger=0)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Request:
-    """A verified message of a client: its untouched frames, and their parsed header and content."""
+    """A verified message of a client: its untouched frames, and their parsed header and content.
+
+    ``saved``: a save point was made before it, so it need not wait for one.
+    """
 
     channel: str
     frames: list[bytes]
     idents: list[bytes]
     header: dict[str, Any]
     content: dict[str, Any]
+    saved: bool = False
 
     @property
     def msg_id(self) -> str:

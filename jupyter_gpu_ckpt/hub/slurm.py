@@ -172,23 +172,28 @@ def _gres(requirements: Requirements, kinds: Sequence[str]) -> tuple[str, int] |
 
 def with_constraint(options: str, constraint: str) -> str:
     """Return sbatch's ``options``, which Slurm splits as a shell would, with ``constraint`` in addition to theirs."""
-    kept, theirs, words = [], [], iter(shlex.split(options))
+    kept, theirs, words = [], "", iter(shlex.split(options))
     for one in words:
         if one in ("-C", "--constraint"):
-            theirs.append(next(words, ""))
+            theirs = next(words, "")  # sbatch, too, uses the last
         elif one.startswith("--constraint="):
-            theirs.append(one.partition("=")[2])
+            theirs = one.partition("=")[2]
         elif one.startswith("-C"):
-            theirs.append(one[2:])
+            theirs = one[2:]
         else:
             kept.append(one)
-    return shlex.join([*kept, f"--constraint={both(*theirs, constraint)}"])
+    return shlex.join([*kept, f"--constraint={both(theirs, constraint)}"])
 
 
-def both(*constraints: str) -> str:
-    """Join constraints; a constraint with an "or" stays one term."""
-    wanted = [one for one in constraints if one]
-    return "&".join(f"({one})" if "|" in one and len(wanted) > 1 and one[0] != "(" else one for one in wanted)
+def both(theirs: str, ours: str) -> str:
+    """Join a constraint with one of `sbatch_options`; an "or" stays one term.
+
+    Slurm reads operators from left to right, and refuses parentheses within parentheses: a constraint that has some is
+    as good without more around it.
+    """
+    if theirs and ours and "|" in theirs and "(" not in theirs:
+        theirs = f"({theirs})"
+    return "&".join(filter(None, (theirs, ours)))
 
 
 def with_gpus(gres: str, gpus: str) -> str:

@@ -1,10 +1,11 @@
-"""Limits for one user's images, and the reservations of checkpoints under way.
+"""Limits for one user's images, and the reservations of checkpoints and pulls under way.
 
 A server that stops checkpoints all its kernels at once, and a user may have several servers.  So a checkpoint reserves
 the bytes it may need, under a lock, before it writes the first: of two that fit only one at a time, one is refused.  A
-limit is kept by refusing the next checkpoint, whose kernel runs on; nothing is deleted.
+limit is kept by refusing the next checkpoint, whose kernel runs on, or the next pull; nothing is deleted.
 
-A reservation lies beside its draft and is removed with it, or by the next count that finds the draft's writer gone.
+A reservation lies beside its draft, or the directory of an image that is being fetched, and is removed with it, or by
+the next count that finds its writer gone.
 Limit: users can set other limits for their own servers.  The file system's quota, which a checkpoint meets as
 `NoSpace`, is the one that binds them.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,11 +78,14 @@ def refusal(quota: Quota, in_use: Used, kernel_id: str, needed: int) -> QuotaExc
 
 
 class QuotaReservation:
-    """The reservation of one checkpoint, until `release`; ``count`` returns what is in use."""
+    """The reservation of one checkpoint or pull, until `release`; ``count`` returns what is in use.
 
-    def __init__(self, root: Path, draft: str, kernel_id: str, quota: Quota, count: Callable[[], Used]) -> None:
+    ``draft``: the directory that is being written, below ``root``.
+    """
+
+    def __init__(self, root: Path, draft: Path, kernel_id: str, quota: Quota, count: Callable[[], Used]) -> None:
         self._root, self._kernel_id, self._quota, self._count = root, kernel_id, quota, count
-        self._path = root / f"{draft}{layout.RESERVATION}"
+        self._path = _beside(draft, layout.RESERVATION)
         self._reserved = 0
 
     def reserve(self, needed: int) -> None:
@@ -105,8 +109,7 @@ class QuotaReservation:
 def with_reservations(in_use: Used, root: Path, without: Path | None = None) -> Used:
     """Add the reservations of living drafts to ``in_use``, but the one at ``without``; remove those of dead ones."""
     bytes, kernels = in_use.bytes, set(in_use.kernels)
-    for path in sorted(root.glob(f"{layout.DRAFT}*{layout.RESERVATION}")) if root.is_dir() else ():
-        draft = path.with_name(path.name.removesuffix(layout.RESERVATION))
+    for path, draft in reservations(root):
         if path != without and draft.is_dir() and not _abandoned(draft, path):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 reservation = json.loads(path.read_text())
@@ -115,9 +118,23 @@ def with_reservations(in_use: Used, root: Path, without: Path | None = None) -> 
     return Used(bytes, frozenset(kernels))
 
 
+def reservations(root: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield the reservations in a store, and the directory of each, whether it is there or not."""
+    if root.is_dir():
+        for path in sorted(root.glob(f"{layout.DRAFT}*{layout.RESERVATION}")):
+            yield path, path.with_name(path.name.removesuffix(layout.RESERVATION))
+        for path in sorted((root / layout.INCOMING).glob(f".*{layout.RESERVATION}")):
+            yield path, path.with_name(path.name.removesuffix(layout.RESERVATION)[1:])
+
+
+def _beside(draft: Path, suffix: str) -> Path:
+    """Return the path of a mark beside a draft, whose name is hidden already, or an image that is being fetched."""
+    return draft.with_name(f".{draft.name.removeprefix('.')}{suffix}")
+
+
 def _abandoned(draft: Path, reservation: Path) -> bool:
     """Return whether nobody locks a draft, and remove its reservation then; False where that cannot be tested."""
-    lock = FileLock(draft.with_name(f"{draft.name}{layout.LOCK}"), timeout=0, mode=0o600)
+    lock = FileLock(_beside(draft, layout.LOCK), timeout=0, mode=0o600)
     with contextlib.suppress(Timeout, OSError), lock:
         reservation.unlink(missing_ok=True)
         if not draft.exists():  # its writer was about to remove the lock, or has removed it

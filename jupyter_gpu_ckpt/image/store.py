@@ -30,7 +30,7 @@ from .image import Image
 from .keys import Keyring
 from .layout import MANIFEST, SEAL
 from .manifest import Manifest
-from .quota import Quota, QuotaReservation, Used, refusal, used, with_reservations
+from .quota import Quota, QuotaReservation, Used, refusal, reservations, used, with_reservations
 from .shared_chunks import KnownChunks, bytes_alone
 from .verify import Progress
 
@@ -82,6 +82,10 @@ class Store:
             return None
         return refusal(self.quota, with_reservations(self._used(), self.root), kernel_id, needed)
 
+    def reservation(self, draft: Path, kernel_id: str) -> QuotaReservation:
+        """Return a reservation in the quota, of nothing yet, for the directory ``draft`` that becomes an image."""
+        return QuotaReservation(self.root, draft, kernel_id, self.quota, self._used)
+
     def _used(self) -> Used:
         return used(self.images(), sum(_bytes(self.root / id) for id in self.damaged()))
 
@@ -94,7 +98,7 @@ class Store:
         known = KnownChunks(self.images() if shares else ())
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         id = f"{stamp}-{kernel_id[:8]}-{secrets.token_hex(3)}"
-        reservation = QuotaReservation(self.root, f"{layout.DRAFT}{id}", kernel_id, self.quota, self._used)
+        reservation = self.reservation(self.root / f"{layout.DRAFT}{id}", kernel_id)
         keys, generations, vault = self.keys, self.generations, self.vault
         return Draft(self.root, id, keys, generations, vault, reservation, needed, self._needed_links, known)
 
@@ -350,8 +354,8 @@ class Store:
                     swept += 1
                 Path(lock.lock_file).unlink(missing_ok=True)
         swept += self._sweep_incoming()
-        for reservation in self.root.glob(f"{layout.DRAFT}*{layout.RESERVATION}"):
-            if not reservation.with_name(reservation.name.removesuffix(layout.RESERVATION)).exists():
+        for reservation, draft in reservations(self.root):
+            if not draft.exists():
                 reservation.unlink(missing_ok=True)
         return swept
 

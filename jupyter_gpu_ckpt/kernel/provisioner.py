@@ -128,14 +128,14 @@ class GpuCkptProvisioner(LocalProvisioner):
     image_quota = Int(
         0,
         min=0,
-        help="Limit in bytes for all images of a user together; 0: no limit. A checkpoint that might exceed it is "
-        "refused with QUOTA_EXCEEDED before anything is written; `jupyter gpu-ckpt prune` deletes old images.",
+        help="Limit in bytes for all images of a user together; 0: no limit. A checkpoint or pull that might exceed "
+        "it is refused with QUOTA_EXCEEDED before anything is written; `jupyter gpu-ckpt prune` deletes old images.",
     ).tag(config=True)
     sleeping_quota = Int(
         0,
         min=0,
         help="Number of kernels of a user that may sleep in images at the same time; 0: no limit. Beyond it a "
-        "checkpoint is refused with QUOTA_EXCEEDED.",
+        "checkpoint or pull is refused with QUOTA_EXCEEDED.",
     ).tag(config=True)
 
     template = Unicode(

@@ -194,8 +194,7 @@ class DrainedClosed:
     def put_back(self) -> None:
         """Connect the socket anew with one that sends the bytes and closes.  Raises `OSError`; it is closed then."""
         with contextlib.ExitStack() as stack:
-            for descriptor in self.listeners:
-                stack.enter_context(_sharing_port(descriptor))
+            _share_ports(self.listeners, stack)
             stack.callback(self._forget_reuse)
             _restore_closed(self.end, _listening())
 
@@ -396,8 +395,7 @@ def restore(path: str) -> str:
     lost: list[str] = []
     lacking: list[str] = []
     with contextlib.ExitStack() as stack:
-        for descriptor in saved["listeners"]:
-            stack.enter_context(_sharing_port(descriptor))
+        _share_ports(saved["listeners"], stack)
         listening = _listening()
         for pair in saved["connections"]:
             # The first SYN goes to a port on which nobody listens.
@@ -443,6 +441,13 @@ def _close(pair: Sequence[Saved]) -> None:
     for end in pair:
         with contextlib.suppress(OSError), _socket(end["descriptor"]) as sock:
             sock.shutdown(socket.SHUT_RDWR)
+
+
+def _share_ports(listeners: Iterable[Descriptor], stack: contextlib.ExitStack) -> None:
+    """Let connections be bound to the ports of the listeners that can be reached, until the ``stack`` is closed."""
+    for listener in listeners:
+        with contextlib.suppress(OSError):  # a connection that needs its port may get another
+            stack.enter_context(_sharing_port(listener))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import json
 import os
+import secrets
 import shutil
 import socket
 from collections import deque
@@ -30,7 +31,17 @@ from blake3 import blake3
 from filelock import FileLock, Timeout
 
 from .. import procfs
-from ..errors import ImageArchived, ImageBusy, ImageDamaged, ImageFormat, ImageNotFound, NoSpace, RemoteFailed
+from ..errors import (
+    ImageArchived,
+    ImageBusy,
+    ImageDamaged,
+    ImageFormat,
+    ImageNotFound,
+    NoSpace,
+    QuotaExceeded,
+    RemoteFailed,
+)
+from ..files import disk
 from ..files.atomic import flush, write_atomically
 from ..image import layout, verify
 from ..image.image import Image
@@ -127,7 +138,7 @@ class Remote:
     def discard(self, id: str, token: str) -> None:
         """Delete what `send` sent with ``token``, unless another owns it by now."""
         claim = self._read_claim(id)
-        if claim is None:  # parts without a claim are of a sender that ended before it could make one
+        if claim is None:  # an image that was sent, or what is left of one that is being removed
             with mapped_errors():
                 ours = MANIFEST not in self.storage.sizes(id)
         else:
@@ -148,25 +159,29 @@ class Remote:
                 message = "The image cannot be sent: its content is in the cold tier."
                 hint = "Wake its kernel, which fetches the content, and put it to sleep again."
                 raise ImageArchived(message, hint=hint, image=image.id)
-            sent = self.send(image, progress)
-            self.complete(image)
+            token = secrets.token_hex(8)
+            sent = self.send(image, progress, token=token)
+            self.complete(image, token)
+            with mapped_errors():
+                self.storage.delete(image.id, CLAIM)
             if remove_from is not None:
                 remove_from.remove(image, leased=True, moved=True)
         return sent
 
-    def send(self, image: Image, progress: Progress | None = None, token: str = "") -> int:
+    def send(self, image: Image, progress: Progress | None = None, *, token: str) -> int:
         """Send an image's content, which no listing shows before `complete`; return the bytes that had to be sent now.
 
         Every part there was compared by its hash on return, also those of an earlier try.  ``token``: names the owner
-        of the parts (`discard`).
+        of the parts (`complete`, `discard`), which is the last that has begun to send.
         """
         hashes = self.storage.hashes(image.id)
         sent: dict[str, str] = {}
         with mapped_errors():
             self.storage.make_directory(image.id)
-            if token:
-                self._put_claim(image.id, token)
-            if present := self.storage.sizes(image.id):
+            claim = json.dumps({**_claimant(), "token": token}).encode()
+            self.storage.write(image.id, CLAIM, claim, durable=True)
+            present = self.storage.sizes(image.id)
+            if present.keys() - {CLAIM}:
                 hashes.query(sum(present.values()))
 
             def send(part: Part) -> int:
@@ -195,21 +210,21 @@ class Remote:
             raise RemoteFailed(f"The image did not arrive as it was sent: {len(wrong)} parts differ.", parts=wrong[:20])
         return total
 
-    def complete(self, image: Image, token: str = "") -> None:
-        """Make what was sent an image; with the ``token`` of `send` one that no other host can pull."""
+    def complete(self, image: Image, token: str) -> None:
+        """Make what `send` sent with ``token`` an image, which no other host can pull as long as its claim is there.
+
+        Raises `RemoteFailed` where another transfer of the image has begun meanwhile, or ended: then the parts are its
+        own, and may have gone with an image that was pulled.
+        """
         with mapped_errors():
             # Read before anything is written: the image may have gone.
             last = {name: (image.path / name).read_bytes() for name in (SEAL, MANIFEST)}
             self.storage.flush(image.id)  # once for all parts: a flush after each takes a tenth more time (measured)
-            if token:
-                self._put_claim(image.id, token)
-            else:
-                self.storage.delete(image.id, CLAIM)
+            claim = self._read_claim(image.id)
+            if claim is None or claim.get("token") != token:
+                raise RemoteFailed("Another transfer of the image to there has begun meanwhile.", image=image.id)
             for name, content in last.items():
                 self.storage.write(image.id, name, content, durable=True)
-
-    def _put_claim(self, id: str, token: str) -> None:
-        self.storage.write(id, CLAIM, json.dumps({**_claimant(), "token": token}).encode(), durable=True)
 
     # -- pull
 
@@ -218,8 +233,8 @@ class Remote:
 
         The remote image is claimed first and removed afterwards.  ``keep``: it is only copied, and the caller answers
         for restoring one of the two.  Raises what `Store.check` raises, `ImageBusy` when another host has claimed it or
-        another process here pulls it, `ImageNotFound`, `NoSpace`; `RemoteFailed` also where the image is here and only
-        the remote one could not be removed, which another pull does.
+        another process here pulls it, `ImageNotFound`, `NoSpace`, `QuotaExceeded`; `RemoteFailed` also where the image
+        is here and only the remote one could not be removed, which another pull does.
         """
         store.prepare()
         self.storage.path(id)  # raises for an id that is no name
@@ -228,7 +243,7 @@ class Remote:
             self.remove(id)
             return store.get(id)
         _require_absent(target)  # before it is claimed
-        with self.fetched(id, store, keep=keep, progress=progress) as fetched:
+        with self.fetched(id, store, keep=keep, reserves=True, progress=progress) as fetched:
             _require_absent(target)
             fetched.rename(target)
             flush(store.root)
@@ -253,8 +268,13 @@ class Remote:
         return True
 
     @contextlib.contextmanager
-    def fetched(self, id: str, store: Store, *, keep: bool = True, progress: Progress | None = None) -> Iterator[Path]:
-        """Fetch an image into a verified directory for the body to move files from; resumes.  Raises as `pull`."""
+    def fetched(
+        self, id: str, store: Store, *, keep: bool = True, reserves: bool = False, progress: Progress | None = None
+    ) -> Iterator[Path]:
+        """Fetch an image into a verified directory for the body to move files from; resumes.  Raises as `pull`.
+
+        ``reserves``: its bytes in the quota, which does not count it yet.
+        """
         self.storage.path(id)  # raises for an id that is no name
         directory = Path(store.root, INCOMING, id)  # of the image's name, as `verify` requires
         directory.parent.mkdir(mode=0o700, exist_ok=True)
@@ -264,23 +284,39 @@ class Remote:
         except Timeout as error:
             raise ImageBusy(f"Image {id} is being pulled by another process.", image=id) from error
         try:
-            self._fetch(id, directory, store, keep, progress)
-            yield directory
+            with contextlib.ExitStack() as stack:
+                self._fetch(id, directory, store, keep, stack if reserves else None, progress)
+                yield directory
             shutil.rmtree(directory, ignore_errors=True)
             Path(lock.lock_file).unlink(missing_ok=True)
         finally:
             lock.release()
 
-    def _fetch(self, id: str, directory: Path, store: Store, keep: bool, progress: Progress | None) -> None:
+    def _fetch(
+        self,
+        id: str,
+        directory: Path,
+        store: Store,
+        keep: bool,
+        reservations: contextlib.ExitStack | None,
+        progress: Progress | None,
+    ) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         for name, most in ((MANIFEST, MOST_BYTES), (SEAL, 4096)):
             write_atomically(directory / name, self.storage.read_small(id, name, most), durable=True)
         manifest = verify.require_sealed(directory, store.keys)
         store.generations.require_current(manifest)
+        left = f"the image {id} is whole where it is, and was not fetched"
         if store.free() < (needed := _missing(directory, manifest)):
-            message = "The image does not fit on the disk of the image directory."
-            left = f"the image {id} is whole where it is, and was not fetched"
-            raise NoSpace(message, left=left, needed=needed)
+            raise NoSpace("The image does not fit on the disk of the image directory.", left=left, needed=needed)
+        if reservations is not None:
+            reservation = store.reservation(directory, manifest.kernel_id)
+            reservations.callback(reservation.release)
+            try:
+                reservation.reserve(manifest.bytes)
+            except QuotaExceeded as error:
+                error.left = left
+                raise
         if not keep:
             self._claim(id)
         with mapped_errors():
@@ -321,7 +357,7 @@ class Remote:
         for part, data in zip(parts(manifest), self._map(read, parts(manifest)), strict=True):
             hashers[part.file].update(data)
             if part.end > complete[part.file]:
-                with open(directory / part.file, "ab", opener=_open_own) as file:
+                with disk.mapped_errors(directory), open(directory / part.file, "ab", opener=_open_own) as file:
                     if part.name in present:
                         file.write(data)
                     else:

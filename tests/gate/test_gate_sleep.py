@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from queue import Empty
@@ -583,15 +584,57 @@ def test_a_risky_cell_whose_save_point_cannot_be_requested_does_not_run(world: W
     assert (risky_runs(client), world.gate.state) == ("0", "open")
 
 
-def test_a_risky_cell_that_waits_can_be_interrupted(up: World) -> None:
+@pytest.mark.parametrize("how", ["message", "signal"])
+def test_an_interrupt_ends_the_risky_cell_that_waits_and_nothing_else(up: World, how: str) -> None:
+    """ipykernel drops a cell that begins when the signal comes: its reply would never come."""
     client = with_risky(up)
+    count = (
+        "handlers, met = get_ipython().kernel.control_handlers, []\n"
+        "async def interrupt(*request, real=handlers['interrupt_request']):\n"
+        "    met.append(1); await real(*request)\n"
+        "handlers['interrupt_request'] = interrupt"
+    )
+    assert reply(client, client.execute(count))["content"]["status"] == "ok"
     risky = client.execute(RISKY)
     until(lambda: up.gate.queued == 1 and not up.gate.pending, "it is kept, and the cell before it has ended")
-    stop = send(client, "interrupt_request", {}, "control")
+    if how == "message":
+        stop = send(client, "interrupt_request", {}, "control")
+        assert reply(client, stop, "control")["content"] == {"status": "ok"}
+        assert up.asked[1:] == [{"verb": "interrupt"}]
+    else:
+        assert up.gate.interrupt()
     assert reply(client, risky)["content"]["ename"] == "KeyboardInterrupt"
-    reply(client, stop, "control")  # the kernel has had its signal, which a cell that begins now would get
     up.gate.risky_saved(risky, None)
     assert risky_runs(client) == "0"
+    undo = client.execute("handlers['interrupt_request'] = interrupt.__kwdefaults__['real']; assert not met")
+    assert reply(client, undo)["content"]["status"] == "ok"
+
+
+def test_an_interrupt_while_a_risky_cell_waits_reaches_a_kernel_that_works(up: World, tmp_path: Path) -> None:
+    """A widget's callback, or what a tool executes silently."""
+    client = with_risky(up)
+    silent = client.execute(wait_for(tmp_path / "never"), silent=True)
+    until(lambda: up.gate.pending == ["execute_request"], "it is under way")
+    risky = client.execute(RISKY)
+    until(lambda: up.gate.queued == 1, "the cell is kept")
+    assert not up.gate.interrupt()
+    assert reply(client, risky)["content"]["ename"] == "KeyboardInterrupt"
+    stop = send(client, "interrupt_request", {}, "control")
+    assert reply(client, silent)["content"]["ename"] == "KeyboardInterrupt"
+    reply(client, stop, "control")
+    up.gate.risky_saved(risky, None)
+    assert risky_runs(client) == "0"
+
+
+def test_a_risky_cell_that_has_run_is_not_kept(up: World) -> None:
+    client = with_risky(up)
+    risky = client.execute(RISKY)
+    until(lambda: up.gate.queued == 1, "it is kept")
+    up.gate.risky_saved(risky, None)
+    assert reply(client, risky)["content"]["status"] == "ok"
+    until(lambda: not up.gate.pending, "it is done")
+    gc.collect()
+    assert [each for each in gc.get_objects() if isinstance(each, wire.Request) and each.msg_id == risky] == []
 
 
 def test_a_kernel_that_was_woken_for_a_risky_cell_is_saved_before_it(up: World) -> None:

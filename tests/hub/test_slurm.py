@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -93,6 +95,19 @@ def at_home(site) -> Iterator[Hub]:
 
 CELL = "import os, random, socket\nx = list(range(100_000)); random.seed(5); pid = os.getpid()"
 ASK = "print(sum(x), random.getstate()[1][:5])"
+
+
+@pytest.mark.parametrize("theirs", ["{libc}|glibc-2.17", "glibc-2.17|({libc}&{cpu})", "({libc}|glibc-2.17)|{cpu}"])
+def test_slurm_reads_an_administrators_constraint_with_ours_as_both(cluster, theirs):
+    own = here()
+    libc, cpu = (next(one for one in own if one.startswith(kind)) for kind in ("glibc-", ("cpu-avx", "cpu-fp")))
+    option = dialect.with_constraint("-C " + shlex.quote(theirs.format(libc=libc, cpu=cpu)), f"{own[0]}&({cpu}|{cpu})")
+    fitting = []
+    for name in ("n1", "n2", "n3"):
+        with contextlib.suppress(AssertionError):  # sbatch fails where the job could not run
+            cluster.head.run("sbatch", "--test-only", f"--nodelist={name}", *shlex.split(option), "--wrap=true")
+            fitting.append(name)
+    assert fitting == ["n1", "n2"]
 
 
 def test_a_kernel_comes_back_on_the_node_that_is_like_the_one_it_left(at_home):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from jupyter_gpu_ckpt.hub import slurm
@@ -116,10 +118,19 @@ def test_a_nodes_own_features_fit_it():
         ("--constraint=x|y --comment='two words'", "'--comment=two words' '--constraint=(x|y)&a&b'"),
         ("--constraint x", "'--constraint=x&a&b'"),
         ("--exclusive -Cx", "--exclusive '--constraint=x&a&b'"),
+        ("-C x -C y", "'--constraint=y&a&b'"),
     ],
 )
 def test_the_administrators_constraints_stay(before, after):
     assert slurm.with_constraint(before, "a&b") == after
+
+
+@pytest.mark.parametrize("theirs", ["x", "x|y", "(x|y)|z", "x|(y&z)", "[x|y]"])
+def test_no_parentheses_are_within_parentheses(theirs):
+    """Slurm refuses the job (22.05: "Invalid feature specification")."""
+    joined = slurm.both(theirs, "glibc-2.36&(linux-5.15|linux-6.18)")
+    assert joined.endswith("&glibc-2.36&(linux-5.15|linux-6.18)")
+    assert not re.search(r"\([^)]*\(", joined)
 
 
 @pytest.mark.parametrize(

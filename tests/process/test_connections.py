@@ -340,6 +340,20 @@ def come_back(home: Path, capsule: Capsule, criu: Criu, change: Callable[[Path],
         return asked(subject, "answer = a.recv(9)"), restored.changed
 
 
+def test_a_connection_comes_back_beside_a_listener_and_a_connection_that_cannot_be_reached(home, capsule, criu):
+    def add_unreachable(path: Path) -> None:
+        saved = json.loads(path.read_text())
+        ((one, other),) = saved["connections"]
+        lost = {**one, "descriptor": [one["descriptor"][0], 999]}
+        saved["connections"].insert(0, [lost, {**lost, "address": other["address"]}])
+        saved["listeners"].insert(0, lost["descriptor"])
+        path.write_text(json.dumps(saved))
+
+    answer, (lost,) = come_back(home, capsule, criu, add_unreachable)
+    assert re.fullmatch(r"closed: a TCP connection of process \d+ with process \d+ \(.*Bad file descriptor\)", lost)
+    assert answer == repr(b"word")
+
+
 def test_an_image_of_a_release_that_saved_no_closed_ends(home, capsule, criu):
     def make_older(path: Path) -> None:
         saved = json.loads(path.read_text())

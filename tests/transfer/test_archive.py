@@ -200,7 +200,7 @@ def test_a_wake_that_is_under_way_keeps_the_content(store, remote, interrupted, 
         assert archive.archive(image, store, remote) == 5004
 
 
-def test_the_image_is_not_locked_during_requests_to_the_other_side(store, remote, monkeypatch):
+def test_the_image_is_not_locked_during_requests_to_the_other_side(store, remote, monkeypatch, interrupted):
     """The next wake has a moment's patience, and networks have none."""
     image = publish(store)
     real, small, held = leases.acquire, remote.storage.read_small, []
@@ -216,7 +216,7 @@ def test_the_image_is_not_locked_during_requests_to_the_other_side(store, remote
             held.append(error)
         return small(*args)
 
-    monkeypatch.setattr(leases, "acquire", busy)
+    interrupted(remote, "complete", lambda: monkeypatch.setattr(leases, "acquire", busy))
     monkeypatch.setattr(remote.storage, "read_small", ask)
     with pytest.raises(ImageBusy):
         archive.archive(image, store, remote)
@@ -369,17 +369,17 @@ def test_a_copy_that_a_wake_could_not_remove_goes_later(store, remote):
     assert not there(remote, image)
 
 
-@pytest.mark.parametrize("theirs", ["pieces", "an image", "an image that is being pulled"])
+@pytest.mark.parametrize("theirs", ["pieces", "pieces of a push", "an image", "an image that is being pulled"])
 def test_what_another_host_has_there_by_now_stays(store, remote, broken_off, tmp_path, monkeypatch, theirs):
     """The image there may be all there is of the kernel."""
-    if theirs == "pieces":  # of a copy, which its own cold tier sends there
+    if theirs.startswith("pieces"):  # of a copy, which its own cold tier or its user sends there
         elsewhere, other = Store(tmp_path / "elsewhere", store.keys), Remote(f"file://{tmp_path}/other")
         other.push(broken_off)
         store.remove(broken_off)
         copy = other.pull(broken_off.id, elsewhere)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(Remote, "complete", mock.Mock(side_effect=KeyboardInterrupt))
-            archive.archive(copy, elsewhere, remote)
+            remote.push(copy) if "push" in theirs else archive.archive(copy, elsewhere, remote)
     else:
         remote.push(broken_off)
         store.remove(broken_off)

@@ -33,11 +33,13 @@ from jupyter_gpu_ckpt.errors import (
     ImageNotFound,
     ImageStale,
     NoSpace,
+    QuotaExceeded,
     RemoteFailed,
     RemoteUnsupported,
 )
 from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image.keys import Keyring
+from jupyter_gpu_ckpt.image.quota import Quota, QuotaReservation
 from jupyter_gpu_ckpt.image.store import Image, Store
 from jupyter_gpu_ckpt.transfer import remote as remote_module
 from jupyter_gpu_ckpt.transfer import remote_hashes
@@ -264,6 +266,25 @@ def test_what_was_sent_with_a_token_is_given_up_with_it_alone(place, near, far):
     far.check(place.remote().pull(image.id, far))
 
 
+def test_a_push_that_another_one_of_the_same_image_has_overtaken_keeps_its_own(place, near, far, tmp_path):
+    """Else it completes an image whose parts the other's has taken along, and deletes its own."""
+    image, third = publish(near), Store(tmp_path / "third", near.keys)
+    place.remote().push(image)
+    copy = place.remote().pull(image.id, far, keep=True)
+    place.remote().remove(image.id)
+    slow = place.remote()
+
+    def overtake(*arguments):
+        place.remote().push(copy, remove_from=far)
+        place.remote().pull(image.id, third)
+        Remote.complete(slow, *arguments)
+
+    with mock.patch.object(slow, "complete", overtake), pytest.raises(RemoteFailed):
+        slow.push(image, remove_from=near)
+    near.check(image)
+    assert place.remote().images() == []
+
+
 # -- what is there may be anything
 
 
@@ -416,6 +437,41 @@ def test_too_little_space_is_reported_before_anything_is_fetched(near, far, tmp_
         remote.pull(image.id, far)
     assert caught.value.left == f"the image {image.id} is whole where it is, and was not fetched"
     assert remote.claimed(image.id) == "", "a host with more space may have it"
+
+
+def test_a_pull_reserves_its_bytes_in_the_quota_until_it_is_an_image(near, far, tmp_path):
+    image, _, remote = directory_with(near, tmp_path)
+    count = image.manifest.bytes
+    with pytest.raises(QuotaExceeded) as caught:
+        remote.pull(image.id, Store(far.root, far.keys, quota=Quota(bytes=count - 1)))
+    assert caught.value.left == f"the image {image.id} is whole where it is, and was not fetched"
+    assert remote.claimed(image.id) == "", "a host with a larger quota may have it"
+
+    bounded = Store(far.root, far.keys, quota=Quota(bytes=count))
+    refused = []
+    remote.pull(image.id, bounded, progress=lambda _: refused.append(bounded.over_quota("another", 1)))
+    assert {error.details["used"] for error in (*refused, bounded.over_quota("another", 1))} == {count}
+    assert not list(far.root.rglob("*.reservation"))
+
+
+def test_the_reservation_of_a_pull_that_was_killed_is_free_at_once(near, far, tmp_path):
+    image, _, remote = directory_with(near, tmp_path)
+    bounded = Store(far.root, far.keys, quota=Quota(bytes=image.manifest.bytes))
+    with mock.patch.object(QuotaReservation, "release"), failing(remote, False, 4), pytest.raises(RemoteFailed):
+        remote.pull(image.id, bounded)
+    assert list(far.root.rglob("*.reservation"))
+    assert bounded.over_quota("another", 1) is None
+    assert not list(far.root.rglob("*.reservation"))
+    remote.pull(image.id, bounded)
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_pull_is_named(near, far, tmp_path, monkeypatch):
+    image, _, remote = directory_with(near, tmp_path)
+    with monkeypatch.context() as patched, pytest.raises(NoSpace):
+        patched.setattr(remote_module, "_open_own", lambda path, _: os.open("/dev/full", os.O_WRONLY))
+        patched.setattr(remote_module, "_complete", lambda path, size: path.parent.mkdir(exist_ok=True) or 0)
+        remote.pull(image.id, far)
+    far.check(remote.pull(image.id, far))
 
 
 def test_what_was_fetched_before_needs_no_space_again(near, far, tmp_path, monkeypatch):

@@ -118,7 +118,13 @@ def described(image: Image) -> dict[str, Any]:
         "bytes_alone": bytes_alone(image),
         "device_bytes": sum(manifest.device_bytes.values()),
         "asleep": not image.retired,
+        "has_notebook": has_notebook(image),
     }
+
+
+def has_notebook(image: Image) -> bool:
+    """Return whether the notebook's document was saved, also where its content is in the cold tier."""
+    return f"{layout.CRIU}/{layout.KEPT}/{layout.NOTEBOOK}" in image.manifest.files
 
 
 def notebook(store: Store, image: Image) -> bytes | None:

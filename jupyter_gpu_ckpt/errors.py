@@ -544,6 +544,12 @@ class FilesDiffer(ImageError, code="FILES_DIFFER"):
     )
 
 
+class NotebookNotReplaced(ImageError, code="NOTEBOOK_NOT_REPLACED"):
+    """The kernel's notebook cannot be replaced by that of the save point, or was not: one is missing or was changed."""
+
+    default_hint = "Save the notebook and go back once more, or go back without the notebook."
+
+
 class ImageBusy(ImageError, code="IMAGE_BUSY"):
     """The image is being used by another process."""
 

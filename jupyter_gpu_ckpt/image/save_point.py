@@ -7,7 +7,7 @@ this: a server does not attach its kernel by itself, no newer image outdates it,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -118,7 +118,13 @@ def described(image: Image) -> dict[str, Any]:
         "bytes_alone": bytes_alone(image),
         "device_bytes": sum(manifest.device_bytes.values()),
         "asleep": not image.retired,
+        "has_notebook": has_notebook(image),
     }
+
+
+def has_notebook(image: Image) -> bool:
+    """Return whether the notebook's document was saved, also where its content is in the cold tier."""
+    return f"{layout.CRIU}/{layout.KEPT}/{layout.NOTEBOOK}" in image.manifest.files
 
 
 def notebook(store: Store, image: Image) -> bytes | None:
@@ -158,8 +164,32 @@ def require_free_name(images: Iterable[Image], kernel_id: str, name: str) -> Non
 
 
 def surplus(images: Iterable[Image], kernel_id: str, keep: int) -> list[Image]:
-    """Return the automatic save points of a kernel beyond the newest ``keep``; one that it sleeps in stays.  Pure."""
+    """Return the automatic save points of a kernel beyond ``keep``, oldest first; the one it sleeps in stays.  Pure."""
     points = [image for image in of_kernel(images, kernel_id).values() if image.retired]
     automatic = [image for image in points if (point := of_image(image)) is not None and point.automatic]
-    newest_first = sorted(automatic, key=lambda image: (image.manifest.created, image.id), reverse=True)
-    return newest_first[keep:]
+    oldest_first = sorted(automatic, key=lambda image: (image.manifest.created, image.id))
+    kept = thinned([image.manifest.created for image in oldest_first], keep)
+    return [image for index, image in enumerate(oldest_first) if index not in kept]
+
+
+def thinned(times: Sequence[float], keep: int) -> set[int]:
+    """Return the indices of ``times`` (seconds, ascending) to keep: at most ``keep``, dense lately and sparse before.
+
+    Three or more have the newest, the one before it (what a last cell has changed), and the oldest.  Of those in
+    between goes the one without which the ages of its neighbours are least apart, as a ratio: so ages are kept that
+    grow by about the same factor, in days as in seconds.  Fewer than three are the newest.  Pure.
+    """
+    if keep < _LEAST_SPREAD:
+        return set(range(max(0, len(times) - keep), len(times)))
+    kept = list(range(len(times)))
+    while len(kept) > keep:
+        ages = [times[-1] - times[index] + _SAME_MOMENT for index in kept]
+        inner = range(1, len(kept) - 2)
+        del kept[min(inner, key=lambda at: ages[at - 1] / ages[at + 1])]
+    return set(kept)
+
+
+#: Kept save points that have anything between their ends.
+_LEAST_SPREAD = 3
+#: Seconds by which moments have to differ to count as apart.
+_SAME_MOMENT = 1.0

@@ -1,6 +1,6 @@
 """Save points that nobody has named: before a restart or a risky cell, after each cell, while a kernel is idle.
 
-A kernel keeps its newest ones (`LifecycleSettings.automatic_save_points`).
+A kernel keeps some (`LifecycleSettings.automatic_save_points`), dense lately and sparse before.
 """
 
 from __future__ import annotations

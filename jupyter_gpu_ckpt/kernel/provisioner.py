@@ -145,7 +145,8 @@ class GpuCkptProvisioner(LocalProvisioner):
     automatic_save_points = Int(
         5,
         min=1,
-        help="How many automatic save points of a kernel are kept, the newest. Those that a user has named stay.",
+        help="How many automatic save points of a kernel are kept: the newest two, the oldest, and of those in between "
+        "some that are spread over time; of fewer than three the newest. Those that a user has named stay.",
     ).tag(config=True)
     save_before_restarts = Int(
         1 << 30,

@@ -30,7 +30,7 @@ from ..kernel.agent_injection import PROVISIONER
 from ..kernel.orphans import Orphan, find_orphan
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..node.requirements import VARIABLE
-from . import drain, models
+from . import drain, models, notebooks
 from .branches import Branches
 from .cold import ColdTier
 from .events import Events, Log
@@ -45,7 +45,6 @@ from .monitor import KernelMonitor
 from .persistence import KernelPersistence
 from .placement import Publisher
 from .readiness import CheckpointSessionManager, Readiness
-from .save_points import document_for_threads
 
 #: Seconds for which a starting server attaches kernels before it answers any request.
 _ATTACH_TIMEOUT = 15.0
@@ -131,7 +130,7 @@ class GpuCkptApp(ExtensionApp):
 
     def _on_kernel(self, kernel_id: str, provisioner: GpuCkptProvisioner) -> None:
         """Called from the kernel manager with each kernel that it has started or attached."""
-        provisioner.document = document_for_threads(self.serverapp, kernel_id)
+        provisioner.document = notebooks.document_for_threads(self.serverapp, kernel_id)
         self.monitor.add(kernel_id, provisioner)
 
     def initialize_handlers(self) -> None:

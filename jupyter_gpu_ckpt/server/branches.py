@@ -20,6 +20,7 @@ from ..errors import GpuCkptError
 from ..image import save_point
 from ..image.store import Store
 from ..kernel.host import BranchPoint
+from . import notebooks
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Branches:
         """
         kernels, sessions = self._app.kernel_manager, self._app.session_manager
         kernel: Any = kernels.get_kernel(kernel_id)
-        path = await self._copy_notebook(await self._notebook(kernel_id), point)
+        path = await self._copy_notebook(await notebooks.path_of(self._app, kernel_id), point)
         options: dict[str, Any] = {}
         if path:
             options = {"path": path, "env": sessions.get_kernel_env(path, PurePosixPath(path).name)}
@@ -70,13 +71,6 @@ class Branches:
         self.started = {each: branch for each, branch in self.started.items() if each in kernels}
         self.started[started] = Branch(started, path)
         return started
-
-    async def _notebook(self, kernel_id: str) -> str:
-        """Return the path of a kernel's notebook; empty if it has none."""
-        for session in await ensure_async(self._app.session_manager.list_sessions()):
-            if session["kernel"]["id"] == kernel_id and session["type"] == "notebook":
-                return str(session["path"])
-        return ""
 
     async def _copy_notebook(self, path: str, point: BranchPoint) -> str:
         """Copy a notebook to a name of its own; return its path, empty if there is none.  Raises `GpuCkptError`."""

@@ -1,62 +1,21 @@
-"""REST about save points: ``kernels/<id>/{save,back,saves}``; and the notebook documents that are kept with them."""
+"""REST about save points: ``kernels/<id>/{save,back,saves}``."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import json
-from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from jupyter_server.serverapp import ServerApp
-
-from ..errors import BadRequest, GpuCkptError
+from ..errors import BadRequest, GpuCkptError, NotebookNotReplaced
 from ..image import save_point
 from ..image.image import Image
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle import going_back
+from ..lifecycle.context import FilesChoice
 from ..lifecycle.preflight import require
-from . import models
+from . import models, notebooks
 from .base_handler import Handler
-
-#: Seconds that a save waits for the notebook's document.
-_TIMEOUT = 10.0
-
-
-async def document(serverapp: ServerApp, kernel_id: str) -> bytes | None:
-    """Return the notebook of a kernel as it was last written, with its outputs; None where there is none."""
-    try:
-        sessions = await serverapp.session_manager.list_sessions()
-        path = next((each["path"] for each in sessions if each["kernel"]["id"] == kernel_id), None)
-        contents: Any = serverapp.contents_manager
-        if path is None or not await _awaited(contents.file_exists(path)):
-            return None
-        model = await _awaited(contents.get(path, content=True, type="notebook"))
-        return json.dumps(model["content"]).encode()
-    except Exception as error:  # of any contents manager: the variables are saved all the same
-        serverapp.log.warning("The notebook of kernel %s is not saved: %s", kernel_id, type(error).__name__)
-        return None
-
-
-async def _awaited(result: Any) -> Any:
-    return await result if inspect.isawaitable(result) else result
-
-
-def document_for_threads(serverapp: ServerApp, kernel_id: str) -> Callable[[], bytes | None]:
-    """Return a function that returns `document` on another thread than the event loop's."""
-
-    def wait_for_document() -> bytes | None:
-        loop: Any = serverapp.io_loop
-        future = asyncio.run_coroutine_threadsafe(document(serverapp, kernel_id), loop.asyncio_loop)
-        try:
-            return future.result(_TIMEOUT)
-        except FutureTimeout:  # not the builtin class until Python 3.11
-            future.cancel()
-            return None
-
-    return wait_for_document
 
 
 class SaveHandler(Handler):
@@ -73,7 +32,7 @@ class SaveHandler(Handler):
             await asyncio.to_thread(lambda: require(models.requests(provisioner)))
 
         async def save() -> dict[str, Any]:
-            image = await provisioner.save(name, await document(self.serverapp, kernel_id))
+            image = await provisioner.save(name, await notebooks.document(self.serverapp, kernel_id))
             return save_point.described(image)
 
         self.reply_started(self.app.jobs.start(kernel_id, "save", parameters, save, turn))
@@ -83,19 +42,52 @@ class BackHandler(Handler):
     """``kernels/<id>/back``: begin to go back to a save point; 202 with the job."""
 
     async def post(self, kernel_id: str) -> None:
-        provisioner, parameters = self.checkpointable(kernel_id), self.body({"name", "files", "when"})
+        fields = {"name", "files", "when", "notebook"}
+        provisioner, parameters = self.checkpointable(kernel_id), self.body(fields)
         name, files, turn = _name(parameters), going_back.require_choice(parameters.get("files")), None
-        await asyncio.to_thread(_check, provisioner, name, files)
+        if not isinstance(with_notebook := parameters.get("notebook", False), bool):
+            raise BadRequest("notebook is true or false.")
+        point = await asyncio.to_thread(_check, provisioner, name, files)
+        if with_notebook:
+            await self._require_notebooks(kernel_id, point)
         if _when(parameters) == "idle":
             turn = provisioner.once_idle()
         else:
             await asyncio.to_thread(lambda: require(models.requests(provisioner)))
 
         async def back() -> dict[str, Any]:
-            before = await provisioner.back(name, files, await document(self.serverapp, kernel_id))
-            return save_point.described(before)
+            if with_notebook:
+                return await self._back_with_notebook(provisioner, name, files, point)
+            before = await provisioner.back(name, files, await notebooks.document(self.serverapp, kernel_id))
+            return {**save_point.described(before), "notebook": "", "notebook_error": None}
 
         self.reply_started(self.app.jobs.start(kernel_id, "back", parameters, back, turn))
+
+    async def _require_notebooks(self, kernel_id: str, point: Image) -> tuple[str, bytes]:
+        """Return path and content of the present notebook.  Raises `NotebookNotReplaced` if one of both is missing."""
+        if not save_point.has_notebook(point):
+            raise NotebookNotReplaced("The save point has no notebook.", left="the kernel runs on")
+        return await notebooks.require(self.serverapp, kernel_id)
+
+    async def _back_with_notebook(
+        self, provisioner: GpuCkptProvisioner, name: str, files: FilesChoice, point: Image
+    ) -> dict[str, Any]:
+        """Go back, then replace the notebook, which is kept with the present state; return the job's result."""
+        store = self.app.store
+        path, present = await self._require_notebooks(point.manifest.kernel_id, point)
+        # Before: the save point may be an automatic one that is too many afterwards.
+        wanted = None if point.archived else await asyncio.to_thread(save_point.notebook, store, point)
+        before = await provisioner.back(name, files, present)
+        error = None
+        try:
+            if wanted is None:  # its content was in the cold tier until now
+                wanted = await asyncio.to_thread(save_point.notebook, store, point)
+            if wanted is None:
+                raise NotebookNotReplaced("The save point has no notebook.", left="the kernel is back at it")
+            await notebooks.replace(self.serverapp, path, present, wanted)
+        except Exception as failure:  # the kernel is back all the same
+            error = GpuCkptError.from_exception(failure).as_dict()
+        return {**save_point.described(before), "notebook": "" if error else path, "notebook_error": error}
 
 
 class SavesHandler(Handler):
@@ -143,13 +135,14 @@ class CompareHandler(Handler):
         self.reply({"from": name, "to": other or None, **save_point.compare(before, others[0])})
 
 
-def _check(provisioner: GpuCkptProvisioner, name: str, files: Any) -> None:
-    """Raise what prevents a kernel from going back, as far as it shows while the kernel runs."""
+def _check(provisioner: GpuCkptProvisioner, name: str, files: FilesChoice) -> Image:
+    """Return the save point.  Raises what prevents a kernel from going back, as far as it shows while it runs."""
     if (lifecycle := provisioner.lifecycle) is None:
         raise GpuCkptError("The kernel was ended.", hint="Try again.")
     point = save_point.find(lifecycle.engine.store.images(), lifecycle.home.kernel_id, name)
     if not point.archived:  # else its content is fetched first
         going_back.check(lifecycle.kernel, point, files)
+    return point
 
 
 def _name(parameters: dict[str, Any]) -> str:

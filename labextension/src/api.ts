@@ -132,6 +132,12 @@ export interface ISavePoint {
   cell: number;
   created: number;
   bytes: number;
+  has_notebook: boolean;
+}
+
+export interface IBackJob extends IJob {
+  /** `notebook`: the path of the one that went back with the kernel; empty for none. */
+  result: { notebook: string; notebook_error: IErrorDetail | null } | null;
 }
 
 /** What a kernel that starts from a save point would have otherwise, and the files that both can write to. */

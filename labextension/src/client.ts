@@ -4,6 +4,7 @@ import { URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
 
 import type {
+  IBackJob,
   IBranchJob,
   IBranchPlan,
   IComparison,
@@ -84,8 +85,13 @@ export class Client {
   }
 
   /** `files`: what the kernel gets of files that are not as they were. */
-  back(id: string, name: string, files: 'then' | 'now' | null): Promise<IJob> {
-    return this.send('POST', ['kernels', id, 'back'], JSON.stringify({ name, ...(files && { files }) }));
+  back(id: string, name: string, files: 'then' | 'now' | null, notebook: boolean): Promise<IBackJob> {
+    const body = { name, ...(files && { files }), ...(notebook && { notebook }) };
+    return this.send('POST', ['kernels', id, 'back'], JSON.stringify(body));
+  }
+
+  backJob(id: string): Promise<IBackJob> {
+    return this.request('GET', 'jobs', id);
   }
 
   /** `to`: another save point; empty for the kernel as it is now. */

@@ -1,5 +1,6 @@
 /** Objects that every part of the front end works with. */
 
+import type { INotebookTracker } from '@jupyterlab/notebook';
 import type { ServiceManager } from '@jupyterlab/services';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { CommandRegistry } from '@lumino/commands';
@@ -14,6 +15,8 @@ export interface IContext {
   commands: CommandRegistry;
   host: Host;
   kernels: Kernels;
+  /** The open ones; null where the application has none. */
+  notebooks: INotebookTracker | null;
   preferences: Preferences;
   services: ServiceManager.IManager;
   trans: TranslationBundle;

@@ -47,7 +47,8 @@ function activate(
   const kernels = new Kernels(client, { standby: () => (preferences.values.pollHidden ? 'never' : 'when-hidden') });
   const host = new Host(client);
   const gpus = new Gpus(client);
-  const context: IContext = { client, commands: app.commands, host, kernels, preferences, services, trans };
+  const { commands } = app;
+  const context: IContext = { client, commands, host, kernels, notebooks, preferences, services, trans };
   const notifier = new Notifier(context, kernelId => {
     addPanel();
     app.shell.activateById(panel.id);

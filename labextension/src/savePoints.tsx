@@ -5,9 +5,9 @@ import * as React from 'react';
 
 import type { ISavePoint } from './api';
 import { branch } from './branch';
-import { Refused } from './client';
 import { compare } from './comparison';
 import type { IContext } from './context';
+import { goBack } from './goingBack';
 import type { KernelModel } from './kernel';
 import type { Notifier } from './notifications';
 import { bytes, duration, localTime } from './words';
@@ -65,7 +65,7 @@ export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IPro
                 className="jp-gpuCkpt-link"
                 disabled={disabled}
                 aria-label={trans.__('Go back to %1', point.name)}
-                onClick={() => void goBack(context, notifier, kernel, point.name)}
+                onClick={() => void goBack(context, notifier, kernel, point)}
               >
                 {trans.__('Go back')}
               </button>{' '}
@@ -120,46 +120,6 @@ async function save({ client, kernels, trans }: IContext, notifier: Notifier, ke
       .request(kernel.id, 'save', () => client.save(kernel.id, value.trim()))
       .catch((error: unknown) => notifier.refused(kernel, 'save', error));
   }
-}
-
-async function goBack(context: IContext, notifier: Notifier, kernel: KernelModel, name: string): Promise<void> {
-  const { client, kernels, trans } = context;
-  const back = (files: 'then' | 'now' | null) =>
-    kernels.request(kernel.id, 'back', () => client.back(kernel.id, name, files));
-  const { button } = await showDialog({
-    title: trans.__('Go back to %1?', name),
-    body: trans.__('The present variables are saved before, as a save point of their own.'),
-    buttons: [Dialog.cancelButton(), Dialog.okButton({ label: trans.__('Go back') })]
-  });
-  if (!button.accept) {
-    return;
-  }
-  try {
-    await back(null);
-  } catch (error) {
-    const files = isAboutFiles(error) ? await chooseFiles(context, error) : null;
-    if (files !== null) {
-      await back(files).catch((second: unknown) => notifier.refused(kernel, 'back', second));
-    } else if (!isAboutFiles(error)) {
-      notifier.refused(kernel, 'back', error);
-    }
-  }
-}
-
-function isAboutFiles(error: unknown): error is Refused {
-  return error instanceof Refused && error.detail?.code === 'FILES_DIFFER';
-}
-
-/** What the kernel gets of files that are not as they were; null: the user does not go back. */
-async function chooseFiles({ trans }: IContext, error: Refused): Promise<'then' | 'now' | null> {
-  const then = Dialog.okButton({ label: trans.__('Put files back') });
-  const now = Dialog.okButton({ label: trans.__('Leave files as they are') });
-  const { button } = await showDialog({
-    title: trans.__('Some files are not as they were'),
-    body: error.message,
-    buttons: [Dialog.cancelButton(), then, now]
-  });
-  return button.label === then.label ? 'then' : button.label === now.label ? 'now' : null;
 }
 
 async function remove(

@@ -251,10 +251,27 @@ def test_variables_are_saved_and_come_back_in_the_panel(tab):
     page.evaluate(CLOSE_FRONT)
     page.get_by_role("tab", name="train-Copy1.ipynb").wait_for(state="detached")
     assert server.ask("DELETE", f"api/kernels/{branched}").ok
+    cell, file = page.locator(f"{NOTEBOOK} .jp-CodeCell").nth(1), server.home / "work" / "train.ipynb"
+    cell.locator(".cm-content").first.click()
+    page.keyboard.type("# not saved")
     back.click()
-    page.locator(".jp-Dialog", has_text="saved before").locator(".jp-mod-accept").click()
-    row.get_by_text("before going back").wait_for()  # a cell before would refuse it: the kernel is busy then
+    dialog.get_by_text("saved before", exact=False).first.wait_for()
+    dialog.get_by_label("The notebook goes back, too").check()
+    tab.picture("going-back")
+    assert_accessible(page, ".jp-Dialog")
+    dialog.locator(".jp-mod-accept").click()
+    undo = row.get_by_role("button", name=re.compile("^Go back to before going back"))
+    undo.wait_for()  # a cell before would refuse it: the kernel is busy then
     assert server.run(kernel_id, "print(x)") == "41"
+    tab.wait_for_phase("running")
+    cell.get_by_text("# not saved").wait_for(state="detached")
+    until(lambda: "# not saved" not in file.read_text())
+    undo.click()
+    dialog.get_by_label("The notebook goes back, too").check()
+    dialog.locator(".jp-mod-accept").click()
+    cell.get_by_text("# not saved").wait_for()
+    assert "# not saved" in file.read_text(), "it was saved before it was replaced"
+    assert server.run(kernel_id, "print(x)") == "7"
     tab.wait_for_phase("running")
     delete = row.get_by_role("button", name="Delete before", exact=True)
     failing = re.compile(r"/saves/before(\?|$)"), failing[1]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from images import FACTS, publish
 
 from jupyter_gpu_ckpt.errors import BadRequest, SavePointExists, SavePointNotFound
@@ -143,13 +146,45 @@ def test_a_summary_of_another_shape_is_one_without_facts(store, facts):
     assert found == SavePoint(str(facts.get("name", "")))
 
 
-def test_of_automatic_save_points_the_newest_are_kept_and_others_all(store):
+def test_of_automatic_save_points_some_are_kept_and_others_all(store):
     point = replace(POINT, automatic=True)
-    images = [kept(store, replace(point, name=str(number)), created=float(number)) for number in range(4)]
+    images = [kept(store, replace(point, name=str(number)), created=float(number)) for number in range(6)]
     kept(store, created=0.0)
     images[0].unretire()
-    assert save_point.surplus(store.images(), FACTS.kernel_id, 1) == [images[2], images[1]]
-    assert save_point.surplus(store.images(), FACTS.kernel_id, 3) == []
+    assert save_point.surplus(store.images(), FACTS.kernel_id, 1) == images[1:5]
+    assert save_point.surplus(store.images(), FACTS.kernel_id, 2) == images[1:4]
+    assert save_point.surplus(store.images(), FACTS.kernel_id, 3) == images[2:4], "1 is the oldest that may go"
+    assert save_point.surplus(store.images(), FACTS.kernel_id, 5) == []
+
+
+PROPERTY = settings(deadline=None, database=None)
+TIMES = st.lists(st.floats(0, 1e9), max_size=40).map(sorted)
+
+
+@PROPERTY
+@given(TIMES, st.integers(0, 12))
+def test_of_many_moments_the_newest_two_and_the_oldest_stay_and_never_more_than_may(times, keep):
+    kept = save_point.thinned(times, keep)
+    assert kept <= set(range(len(times)))
+    assert len(kept) == min(keep, len(times))
+    newest = list(range(len(times)))[-2:]
+    assert set(newest[-min(keep, 2) :] if keep else []) <= kept
+    assert keep < 3 or not times or 0 in kept
+    # Whether they are thinned out one after the other or at once: what had to go first goes first.
+    assert save_point.thinned(times, keep + 1) >= kept
+
+
+@PROPERTY
+@given(st.floats(5, 86400), st.integers(5, 9), st.integers(1, 200))
+def test_moments_at_equal_intervals_are_dense_lately_and_sparse_before(interval, keep, number):
+    times: list[float] = []
+    for turn in range(number):
+        times.append(turn * interval)
+        times = [times[index] for index in sorted(save_point.thinned(times, keep))]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert all(older > 0.8 * younger for older, younger in itertools.pairwise(gaps)), gaps
+    assert number == 1 or gaps[-1] == pytest.approx(interval)
+    assert number <= 4 * keep or gaps[0] > 0.25 * times[-1], "the last cells have no more than their share"
 
 
 def test_prune_counts_save_points_apart_from_images_of_sleeping_kernels(store):

@@ -9,10 +9,26 @@ import nbformat
 import pytest
 from live import server, until
 
+#: Where a file ``meddle`` is, another program changes each notebook right after it was read.
+CONFIG = """
+from pathlib import Path
+from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
+
+class Meddled(AsyncLargeFileManager):
+    async def get(self, path, *arguments, **options):
+        model = await super().get(path, *arguments, **options)
+        file = Path(self.root_dir, path)
+        if Path(self.root_dir, "meddle").exists() and file.suffix == ".ipynb":
+            file.write_text(file.read_text().replace("print(", "print( "))
+        return model
+
+c.ServerApp.contents_manager_class = Meddled
+"""
+
 
 @pytest.fixture(scope="module")
 def living(tmp_path_factory, module_runtime_base, criu_binary):
-    with server(tmp_path_factory.mktemp("saves"), module_runtime_base) as running:
+    with server(tmp_path_factory.mktemp("saves"), module_runtime_base, config=CONFIG) as running:
         yield running
 
 
@@ -51,6 +67,7 @@ def test_a_program_saves_goes_back_and_undoes_that(living, kernel_id):
 
     before = done["result"]
     assert before["automatic"] and not before["asleep"]
+    assert (before["notebook"], before["notebook_error"]) == ("", None), "it stays unless that is requested"
     assert living.do(kernel_id, "back", {"name": before["name"], "files": "then"})["status"] == "done"
     assert living.run(kernel_id, "print(x, open('rest.log').read())") == "2 one two"
     for name in ("one", before["name"]):
@@ -118,6 +135,54 @@ def test_what_differs_is_compared_by_rest_and_by_a_magic(living, kernel_id):
     asleep = living.ask("GET", f"{saves}/first/compare")
     assert (asleep.status_code, asleep.json()["error"]["code"]) == (409, "WRONG_STATE")
     assert names("first/compare?to=second") == between
+
+
+def test_the_notebook_goes_back_with_its_kernel_and_so_does_its_undo(living, kernel_id):
+    file = living.home / "work" / "book.ipynb"
+    sources = lambda: [cell["source"] for cell in living.get("api/contents/book.ipynb")["content"]["cells"]]  # noqa: E731
+    living.run(kernel_id, "z = 'then'")
+    assert living.do(kernel_id, "save", {"name": "both"})["result"]["has_notebook"]
+    then = nbformat.read(file, as_version=4)
+    now = nbformat.v4.new_notebook(cells=[*then.cells, nbformat.v4.new_code_cell("z = 'now'")])
+    assert living.ask("PUT", "api/contents/book.ipynb", json={"type": "notebook", "content": now}).ok
+    living.run(kernel_id, "z = 'now'")
+
+    request = {"files": "then", "notebook": True}
+    done = living.do(kernel_id, "back", {"name": "both", **request})
+    assert (done["result"]["notebook"], done["result"]["notebook_error"]) == ("book.ipynb", None)
+    assert living.run(kernel_id, "print(z)") == "then"
+    assert nbformat.read(file, as_version=4).cells == then.cells, "with its output"
+    undone = living.do(kernel_id, "back", {"name": done["result"]["name"], **request})
+    assert (undone["status"], undone["result"]["notebook"]) == ("done", "book.ipynb")
+    assert (living.run(kernel_id, "print(z)"), sources()) == ("now", ["print(42)", "z = 'now'"])
+
+
+def test_a_notebook_that_is_missing_or_changed_meanwhile_is_not_replaced(living, kernel_id):
+    work = living.home / "work"
+    file, back = work / "book.ipynb", f"gpu-ckpt/kernels/{kernel_id}/back"
+    request = {"name": "with", "files": "then", "notebook": True}
+    living.run(kernel_id, "z = 'then'")
+    assert living.do(kernel_id, "save", {"name": "with"})["result"]["has_notebook"]
+    file.rename(work / "away.ipynb")
+    assert not living.do(kernel_id, "save", {"name": "without"})["result"]["has_notebook"]
+    gone = living.ask("POST", back, json=request)
+    assert (gone.status_code, gone.json()["error"]["code"]) == (409, "NOTEBOOK_NOT_REPLACED")
+    assert "book.ipynb cannot be read" in gone.json()["message"]
+    (work / "away.ipynb").rename(file)
+    none = living.ask("POST", back, json={**request, "name": "without"})
+    assert (none.status_code, none.json()["message"]) == (409, "The save point has no notebook.")
+    assert living.ask("POST", back, json={**request, "notebook": "yes"}).status_code == 400
+
+    living.run(kernel_id, "z = 'now'")
+    (work / "meddle").touch()
+    done = living.do(kernel_id, "back", request)
+    (work / "meddle").unlink()
+    error = done["result"]["notebook_error"]
+    assert (done["status"], done["result"]["notebook"], error["code"]) == ("done", "", "NOTEBOOK_NOT_REPLACED")
+    assert error["message"] == "book.ipynb was changed while the kernel went back."
+    assert error["left"] == "the kernel is back at the save point, book.ipynb is as it is on the disk"
+    assert living.run(kernel_id, "print(z)") == "then"
+    assert "print( " in file.read_text(), "as the other program has written it"
 
 
 def test_the_notebook_of_a_save_point_is_that_of_its_magic_too(living, kernel_id):

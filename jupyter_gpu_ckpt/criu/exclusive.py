@@ -72,9 +72,12 @@ def find(directory: Path, own: Sequence[str], notes: Mapping[str, Any]) -> list[
 
 
 def _exclusive_locks(directory: Path, notes: Mapping[str, Any]) -> list[Exclusive]:
-    locks = [each for each in _locks(directory) if each[1] is not None]
-    names = {images.name_of_file(directory, id) for _, id in locks}
-    names |= {f"a file of process {pid}" for pid, each in notes.items() if _exclusive_posix(each)}
+    ids: set[int | None] = {id for _, id in _locks(directory) if id is not None}
+    for pid, of_process in notes.items():
+        if locks := _exclusive_posix(of_process):
+            opened = images.files_by_descriptor(directory, pid)
+            ids |= {opened.get(lock[0]) for lock in locks}
+    names = {images.name_of_file(directory, id) for id in ids}
     return [Exclusive("lock", f"an exclusive lock on {name}", "not locked") for name in sorted(names)]
 
 

@@ -126,6 +126,8 @@ async def test_what_cannot_exist_twice_is_named_before_and_is_otherwise_in_a_bra
     image = await kernel.provisioner.checkpoint()
     plan = branching.plan(kernel.lifecycle.engine.store, image)
     assert sorted(each.kind for each in plan.differs) == ["lock", "lock", "port", "port", "socket"]
+    locks = {each.what for each in plan.differs if each.kind == "lock"}
+    assert locks == {f"an exclusive lock on {name}" for name in (lock, f"{lock}.posix")}
     assert {lock, f"{lock}.posix"} <= set(plan.shared)
     with pytest.raises(BranchDiffers) as refused:
         async with branch_of(image.id, kernel, tmp_path / "refused"):

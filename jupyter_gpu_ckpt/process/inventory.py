@@ -86,6 +86,8 @@ _MAPPING_NAMES = {
 }
 #: Paths below /dev whose memory is no device's, or is checked by `cuda.device_files`.
 _MAPPED_DEVICES = ("/dev/zero", "/dev/shm/", "/dev/nvidia")  # noqa: S108 - read, not written
+#: How to avoid what no process of a kernel may have; its child processes are saved with it.
+_OUTSIDE = "End the process that needs it, or start that outside of the kernel (in a terminal)."
 #: Mappings that Linux makes for every process.
 _OF_LINUX = ("[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]")
 #: A mapping in ``/proc/PID/smaps``: beginning, end, name, and the lines about it; and one of these.
@@ -339,7 +341,7 @@ class _Process:
         if procfs.stat(self.pid).has_ended:
             return
         if (directory := os.readlink(f"{self.root}/root")) != "/":
-            self.refuse_file(f"a root directory of its own ({directory})", "Use chroot(2) in a process of its own.")
+            self.refuse_file(f"a root directory of its own ({directory})", _OUTSIDE)
         self.threads()
         self.descriptors()
         self.process()
@@ -363,7 +365,7 @@ class _Process:
         self.user = first.get("Uid"), first.get("Gid")
         if any(len(set((ids or "").split())) > 1 for ids in self.user):
             what = "real, effective and saved user or group ids that are not the same (setresuid)"
-            self.found.refuse(what, hint="Make them the same, or use them in a process of its own.")
+            self.found.refuse(what, hint=f"Make them the same. {_OUTSIDE}")
         for tid in tids:
             with contextlib.suppress(*procfs.GONE):
                 if notes := self.thread(tid):
@@ -410,15 +412,14 @@ class _Process:
         )
         if is_filtered and (os.geteuid() != 0 or self.mine.status.get("Seccomp", "0") != "0"):
             why = "Only root's CRIU can save it, outside of a container."
-            self.found.refuse("a seccomp filter", hint=f"{why} Run what needs the filter in a process of its own.")
+            self.found.refuse("a seccomp filter", hint=f"{why} {_OUTSIDE}")
         namespaces = _namespaces(root)
         for name, other in self.mine.namespaces.items():
             if namespaces and namespaces.get(name) != other:  # it has none at all once it has ended
-                hint = "Use it in a process of its own."
-                self.found.refuse(f"a {_NAMESPACES[name]} namespace of its own", hint=hint)
+                self.found.refuse(f"a {_NAMESPACES[name]} namespace of its own", hint=_OUTSIDE)
         with contextlib.suppress(FileNotFoundError):  # CRIU makes a time namespace for what it restores
             if os.readlink(f"{root}/ns/time") != os.readlink(f"{root}/ns/time_for_children"):
-                self.found.refuse("a time namespace for its children", hint="Use it in a process of its own.")
+                self.found.refuse("a time namespace for its children", hint=_OUTSIDE)
         restricted = status.get("NoNewPrivs", "0") != "0"
         powerful = int(status.get("CapPrm", "0"), 16) & _CAP_SYS_ADMIN
         if restricted or powerful or os.geteuid() == 0:
@@ -875,8 +876,8 @@ class _Process:
             for what in injection.unproven(user):
                 self.found.refuse(what)
             if not allow_unconfined and self.suspects and injection.confined(self.suspects, user, group):
-                others = "or the administrator sets GpuCkptProvisioner.allow_unconfined_wake."
-                hint = f"It would come back without it. Run what is to be confined in a process of its own, {others}"
+                others = "the administrator sets GpuCkptProvisioner.allow_unconfined_wake."
+                hint = f"It would come back without it. {_OUTSIDE} Or {others}"
                 self.found.refuse("a confinement by Landlock", hint=hint)
 
     def ended_children(self, injection: Injection | None = None) -> None:

@@ -33,8 +33,8 @@ _INET_PEER = 12
 _UNIX_INODE, _UNIX_NAME, _UNIX_DIRECTORY = 2, 11, 14
 _CLOSED, _LISTENS = 7, 10
 _VARINT, _BYTES = 0, 2
-#: FL_FLOCK and FL_OFDLCK of include/linux/filelock.h.
-_FLOCK, _OFD = 2, 1024
+#: FL_FLOCK and FL_OFD of CRIU's file-lock.h.
+_FLOCK, _OFD = 2, 4
 #: The abstract name under which CUDA's driver gives the descriptor of /dev/nvidia-uvm to processes that share memory
 #: with this one (580.159.04): the PID namespace's inode and the PID.  A branch's may have any other.
 _DRIVER_SOCKET = re.compile(rb"\0cuda-uvmfd-\d+-\d+\0?")

@@ -15,11 +15,13 @@ not on them is refused by its name while the kernel still lives.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
 import re
 import stat
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -124,6 +126,10 @@ _LONGEST_NAME, _SAFE_NAME = 244, 235
 #: The largest exit status that CRIU restores; in wait(2)'s status, WCOREFLAG, and a signal that CRIU does not raise.
 _LARGEST_STATUS, _DUMPED, _LAST_SIGNAL = 0x7F, 0x80, 64
 _CAP_SYS_ADMIN = 1 << 21
+#: ``struct robust_list_head``: the first entry, the futex's offset in one, and one that is about to be locked.
+_ROBUST_LIST = struct.Struct("=QqQ")
+#: ROBUST_LIST_LIMIT of include/uapi/linux/futex.h.
+_LONGEST_ROBUST_LIST = 2048
 _DEFAULT_SLACK = 50_000
 _EPOLL_PRIVATE = (1 << 30) | (1 << 31) | (1 << 29) | (1 << 28)
 _SCHED_SLICED = (0, 3)  # SCHED_OTHER and SCHED_BATCH
@@ -299,6 +305,21 @@ def _slice(tid: int) -> bytes:
     return b""
 
 
+def _robust_list(pid: int, tid: int) -> Iterator[int]:
+    """Yield the addresses of the robust futexes that a thread has locked.  Raises `OSError`, `OverflowError`."""
+    head, length = ctypes.c_uint64(), ctypes.c_uint64()
+    syscalls.call("get_robust_list", tid, ctypes.addressof(head), ctypes.addressof(length))
+    if length.value != _ROBUST_LIST.size:  # that of a program of 32 bits, or none
+        return
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        following, offset, _ = _ROBUST_LIST.unpack(os.pread(memory.fileno(), _ROBUST_LIST.size, head.value))
+        for _ in range(_LONGEST_ROBUST_LIST):
+            if (entry := following & ~1) == head.value:  # the lowest bit: its priority is inherited
+                return
+            yield entry + offset
+            following = int.from_bytes(os.pread(memory.fileno(), 8, entry), "little")
+
+
 def _namespaces(root: str) -> dict[str, str]:
     found = {}
     for name in _NAMESPACES:
@@ -395,6 +416,7 @@ class _Process:
         ):
             notes["io_priority"] = priority
         self.sharing(tid)
+        self.robust_locks(tid)
         attributes = _slice(tid)
         if attributes and int.from_bytes(attributes[4:8], "little") in _SCHED_SLICED:
             if attributes[24:32] != self.mine.slice[24:32]:
@@ -402,6 +424,20 @@ class _Process:
         elif attributes and attributes[4] == 6:
             self.found.refuse("a thread with a deadline (SCHED_DEADLINE)", hint="Give it another policy.")
         return notes
+
+    def robust_locks(self, tid: int) -> None:
+        """Refuse locks in mapped files that a thread has and Linux gives up at its end (``set_robust_list(2)``).
+
+        It writes that to the file, which a wake would then find changed: LMDB's transactions that write.
+        """
+        with contextlib.suppress(OSError, OverflowError):  # a thread that runs changes the list meanwhile
+            addresses = [address for address in _robust_list(self.pid, tid) if address]
+            for mapping in procfs.maps(self.pid) if addresses else ():
+                in_file = mapping.permissions.endswith("s") and mapping.name.startswith("/")
+                if in_file and not mapping.name.endswith(_DELETED) and any(map(mapping.contains, addresses)):
+                    what = f"a lock in the mapped file {mapping.name} that Linux gives up at the end of its thread"
+                    hint = "Release it: commit or abort the transaction (LMDB), and try again."
+                    self.found.refuse(f"{what} (robust mutex)", hint=hint)
 
     def confinement(self, tid: int, root: str, status: dict[str, str]) -> None:
         """Confinement of a thread: all of it must come back, or the thread would regain rights that it gave up."""

@@ -33,8 +33,8 @@ _INET_PEER = 12
 _UNIX_INODE, _UNIX_NAME, _UNIX_DIRECTORY = 2, 11, 14
 _CLOSED, _LISTENS = 7, 10
 _VARINT, _BYTES = 0, 2
-#: FL_FLOCK and FL_OFDLCK of include/linux/filelock.h.
-_FLOCK, _OFD = 2, 1024
+#: FL_FLOCK and FL_OFD of CRIU's file-lock.h.
+_FLOCK, _OFD = 2, 4
 #: The abstract name under which CUDA's driver gives the descriptor of /dev/nvidia-uvm to processes that share memory
 #: with this one (580.159.04): the PID namespace's inode and the PID.  A branch's may have any other.
 _DRIVER_SOCKET = re.compile(rb"\0cuda-uvmfd-\d+-\d+\0?")
@@ -72,9 +72,12 @@ def find(directory: Path, own: Sequence[str], notes: Mapping[str, Any]) -> list[
 
 
 def _exclusive_locks(directory: Path, notes: Mapping[str, Any]) -> list[Exclusive]:
-    locks = [each for each in _locks(directory) if each[1] is not None]
-    names = {images.name_of_file(directory, id) for _, id in locks}
-    names |= {f"a file of process {pid}" for pid, each in notes.items() if _exclusive_posix(each)}
+    ids: set[int | None] = {id for _, id in _locks(directory) if id is not None}
+    for pid, of_process in notes.items():
+        if locks := _exclusive_posix(of_process):
+            opened = images.files_by_descriptor(directory, pid)
+            ids |= {opened.get(lock[0]) for lock in locks}
+    names = {images.name_of_file(directory, id) for id in ids}
     return [Exclusive("lock", f"an exclusive lock on {name}", "not locked") for name in sorted(names)]
 
 

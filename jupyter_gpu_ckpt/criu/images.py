@@ -54,7 +54,7 @@ _PTY = 1
 _IDS_FILES = 2
 _FDINFO_ID, FDINFO_FD = 1, 4
 LOCK_FLAGS, LOCK_TYPE, LOCK_PID, _LOCK_FD, LOCK_START, LOCK_LENGTH = 1, 2, 3, 4, 5, 6
-#: FL_POSIX of include/linux/filelock.h
+#: FL_POSIX of CRIU's file-lock.h
 FL_POSIX = 1
 _REMAP_ID, _REMAP_TO, _REMAP_TYPE = 1, 2, 3
 _REMAP_LINKED, _REMAP_GHOST = 0, 1
@@ -227,6 +227,11 @@ def descriptors_of(directory: Path, pid: int | str) -> Iterator[list[Field]]:
         yield from map(fields_of, records(path, FDINFO_MAGIC) if path.exists() else ())  # there is none for none
 
 
+def files_by_descriptor(directory: Path, pid: int | str) -> dict[int | None, int | None]:
+    """Return the ids of the files that a process has open, by the numbers of their descriptors."""
+    return {number_of(each, FDINFO_FD): number_of(each, _FDINFO_ID) for each in descriptors_of(directory, pid)}
+
+
 def _locks(directory: Path) -> tuple[set[int | None], dict[int | None, set[tuple[int, int, int]]]]:
     """Return the ids of files with a lock, and POSIX locks (type, start, length) by the ids of their files."""
     path = directory / "filelocks.img"
@@ -248,8 +253,7 @@ def locked_file(directory: Path, lock: list[Field], known: DescriptorIds) -> int
     ``known``: the ids of files by descriptor, of each process that was read before.
     """
     if (pid := number_of(lock, LOCK_PID) or 0) not in known:
-        descriptors = descriptors_of(directory, pid)
-        known[pid] = {number_of(each, FDINFO_FD): number_of(each, _FDINFO_ID) for each in descriptors}
+        known[pid] = files_by_descriptor(directory, pid)
     return known[pid].get(number_of(lock, _LOCK_FD))
 
 

@@ -15,11 +15,13 @@ not on them is refused by its name while the kernel still lives.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
 import re
 import stat
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -86,6 +88,8 @@ _MAPPING_NAMES = {
 }
 #: Paths below /dev whose memory is no device's, or is checked by `cuda.device_files`.
 _MAPPED_DEVICES = ("/dev/zero", "/dev/shm/", "/dev/nvidia")  # noqa: S108 - read, not written
+#: How to avoid what no process of a kernel may have; its child processes are saved with it.
+_OUTSIDE = "End the process that needs it, or start that outside of the kernel (in a terminal)."
 #: Mappings that Linux makes for every process.
 _OF_LINUX = ("[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]")
 #: A mapping in ``/proc/PID/smaps``: beginning, end, name, and the lines about it; and one of these.
@@ -122,6 +126,10 @@ _LONGEST_NAME, _SAFE_NAME = 244, 235
 #: The largest exit status that CRIU restores; in wait(2)'s status, WCOREFLAG, and a signal that CRIU does not raise.
 _LARGEST_STATUS, _DUMPED, _LAST_SIGNAL = 0x7F, 0x80, 64
 _CAP_SYS_ADMIN = 1 << 21
+#: ``struct robust_list_head``: the first entry, the futex's offset in one, and one that is about to be locked.
+_ROBUST_LIST = struct.Struct("=QqQ")
+#: ROBUST_LIST_LIMIT of include/uapi/linux/futex.h.
+_LONGEST_ROBUST_LIST = 2048
 _DEFAULT_SLACK = 50_000
 _EPOLL_PRIVATE = (1 << 30) | (1 << 31) | (1 << 29) | (1 << 28)
 _SCHED_SLICED = (0, 3)  # SCHED_OTHER and SCHED_BATCH
@@ -297,6 +305,21 @@ def _slice(tid: int) -> bytes:
     return b""
 
 
+def _robust_list(pid: int, tid: int) -> Iterator[int]:
+    """Yield the addresses of the robust futexes that a thread has locked.  Raises `OSError`, `OverflowError`."""
+    head, length = ctypes.c_uint64(), ctypes.c_uint64()
+    syscalls.call("get_robust_list", tid, ctypes.addressof(head), ctypes.addressof(length))
+    if length.value != _ROBUST_LIST.size:  # that of a program of 32 bits, or none
+        return
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        following, offset, _ = _ROBUST_LIST.unpack(os.pread(memory.fileno(), _ROBUST_LIST.size, head.value))
+        for _ in range(_LONGEST_ROBUST_LIST):
+            if (entry := following & ~1) == head.value:  # the lowest bit: its priority is inherited
+                return
+            yield entry + offset
+            following = int.from_bytes(os.pread(memory.fileno(), 8, entry), "little")
+
+
 def _namespaces(root: str) -> dict[str, str]:
     found = {}
     for name in _NAMESPACES:
@@ -339,7 +362,7 @@ class _Process:
         if procfs.stat(self.pid).has_ended:
             return
         if (directory := os.readlink(f"{self.root}/root")) != "/":
-            self.refuse_file(f"a root directory of its own ({directory})", "Use chroot(2) in a process of its own.")
+            self.refuse_file(f"a root directory of its own ({directory})", _OUTSIDE)
         self.threads()
         self.descriptors()
         self.process()
@@ -363,7 +386,7 @@ class _Process:
         self.user = first.get("Uid"), first.get("Gid")
         if any(len(set((ids or "").split())) > 1 for ids in self.user):
             what = "real, effective and saved user or group ids that are not the same (setresuid)"
-            self.found.refuse(what, hint="Make them the same, or use them in a process of its own.")
+            self.found.refuse(what, hint=f"Make them the same. {_OUTSIDE}")
         for tid in tids:
             with contextlib.suppress(*procfs.GONE):
                 if notes := self.thread(tid):
@@ -393,6 +416,7 @@ class _Process:
         ):
             notes["io_priority"] = priority
         self.sharing(tid)
+        self.robust_locks(tid)
         attributes = _slice(tid)
         if attributes and int.from_bytes(attributes[4:8], "little") in _SCHED_SLICED:
             if attributes[24:32] != self.mine.slice[24:32]:
@@ -400,6 +424,20 @@ class _Process:
         elif attributes and attributes[4] == 6:
             self.found.refuse("a thread with a deadline (SCHED_DEADLINE)", hint="Give it another policy.")
         return notes
+
+    def robust_locks(self, tid: int) -> None:
+        """Refuse locks in mapped files that a thread has and Linux gives up at its end (``set_robust_list(2)``).
+
+        It writes that to the file, which a wake would then find changed: LMDB's transactions that write.
+        """
+        with contextlib.suppress(OSError, OverflowError):  # a thread that runs changes the list meanwhile
+            addresses = [address for address in _robust_list(self.pid, tid) if address]
+            for mapping in procfs.maps(self.pid) if addresses else ():
+                in_file = mapping.permissions.endswith("s") and mapping.name.startswith("/")
+                if in_file and not mapping.name.endswith(_DELETED) and any(map(mapping.contains, addresses)):
+                    what = f"a lock in the mapped file {mapping.name} that Linux gives up at the end of its thread"
+                    hint = "Release it: commit or abort the transaction (LMDB), and try again."
+                    self.found.refuse(f"{what} (robust mutex)", hint=hint)
 
     def confinement(self, tid: int, root: str, status: dict[str, str]) -> None:
         """Confinement of a thread: all of it must come back, or the thread would regain rights that it gave up."""
@@ -410,15 +448,14 @@ class _Process:
         )
         if is_filtered and (os.geteuid() != 0 or self.mine.status.get("Seccomp", "0") != "0"):
             why = "Only root's CRIU can save it, outside of a container."
-            self.found.refuse("a seccomp filter", hint=f"{why} Run what needs the filter in a process of its own.")
+            self.found.refuse("a seccomp filter", hint=f"{why} {_OUTSIDE}")
         namespaces = _namespaces(root)
         for name, other in self.mine.namespaces.items():
             if namespaces and namespaces.get(name) != other:  # it has none at all once it has ended
-                hint = "Use it in a process of its own."
-                self.found.refuse(f"a {_NAMESPACES[name]} namespace of its own", hint=hint)
+                self.found.refuse(f"a {_NAMESPACES[name]} namespace of its own", hint=_OUTSIDE)
         with contextlib.suppress(FileNotFoundError):  # CRIU makes a time namespace for what it restores
             if os.readlink(f"{root}/ns/time") != os.readlink(f"{root}/ns/time_for_children"):
-                self.found.refuse("a time namespace for its children", hint="Use it in a process of its own.")
+                self.found.refuse("a time namespace for its children", hint=_OUTSIDE)
         restricted = status.get("NoNewPrivs", "0") != "0"
         powerful = int(status.get("CapPrm", "0"), 16) & _CAP_SYS_ADMIN
         if restricted or powerful or os.geteuid() == 0:
@@ -875,8 +912,8 @@ class _Process:
             for what in injection.unproven(user):
                 self.found.refuse(what)
             if not allow_unconfined and self.suspects and injection.confined(self.suspects, user, group):
-                others = "or the administrator sets GpuCkptProvisioner.allow_unconfined_wake."
-                hint = f"It would come back without it. Run what is to be confined in a process of its own, {others}"
+                others = "the administrator sets GpuCkptProvisioner.allow_unconfined_wake."
+                hint = f"It would come back without it. {_OUTSIDE} Or {others}"
                 self.found.refuse("a confinement by Landlock", hint=hint)
 
     def ended_children(self, injection: Injection | None = None) -> None:

@@ -34,7 +34,7 @@ print(json.dumps({
 STATE = "print(len(pages), sum(pages[7]), random.random(), numpy.random.rand(), torch.rand(1).item(), os.getcwd())"
 #: Beside the user's sockets one as the driver of CUDA makes in each process: nobody has to consent to its other name.
 SERVER = """
-import fcntl, os, socket, threading
+import fcntl, os, socket, struct, threading
 path, lock = {!r}, {!r}
 listener = socket.create_server(("127.0.0.1", 0))
 datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); datagrams.bind(("127.0.0.1", 0))
@@ -43,6 +43,8 @@ namespace = os.stat("/proc/self/ns/pid").st_ino
 driver = socket.socket(socket.AF_UNIX); driver.bind(f"\\0cuda-uvmfd-{{namespace}}-{{os.getpid()}}")
 locked = open(lock, "w"); fcntl.flock(locked, fcntl.LOCK_EX)
 posix = open(lock + ".posix", "w"); fcntl.lockf(posix, fcntl.LOCK_EX)
+whole = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+ofd = open(lock + ".ofd", "w"); fcntl.fcntl(ofd, fcntl.F_OFD_SETLK, whole)
 answers = []
 def serve():
     while True:
@@ -125,8 +127,10 @@ async def test_what_cannot_exist_twice_is_named_before_and_is_otherwise_in_a_bra
     ports = list(map(int, (await kernel.run(SERVER.format(path, lock))).split()))
     image = await kernel.provisioner.checkpoint()
     plan = branching.plan(kernel.lifecycle.engine.store, image)
-    assert sorted(each.kind for each in plan.differs) == ["lock", "lock", "port", "port", "socket"]
-    assert {lock, f"{lock}.posix"} <= set(plan.shared)
+    assert sorted(each.kind for each in plan.differs) == ["lock", "lock", "lock", "port", "port", "socket"]
+    locks = {each.what for each in plan.differs if each.kind == "lock"}
+    assert locks == {f"an exclusive lock on {name}" for name in (lock, f"{lock}.posix", f"{lock}.ofd")}
+    assert {lock, f"{lock}.posix", f"{lock}.ofd"} <= set(plan.shared)
     with pytest.raises(BranchDiffers) as refused:
         async with branch_of(image.id, kernel, tmp_path / "refused"):
             pass

@@ -45,7 +45,7 @@ REFUSED |= {
     "its namespace": (
         "import ctypes, time; assert not ctypes.CDLL(None).unshare(0x10000000 | 0x40000000)" + READY,
         "a network namespace of its own, of {named}",
-        "in a process of its own",
+        "End the process that needs it, or start that outside of the kernel",
     ),
     "its device": (
         "import ctypes, time; ctypes.CDLL(None).syscall(425, 4, ctypes.create_string_buffer(120))" + READY,

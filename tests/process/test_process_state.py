@@ -614,6 +614,13 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "packet pipe": ("r, w = os.pipe2(os.O_DIRECT)", "a pipe in packet mode"),
     "pidfd of another": ("fd = os.pidfd_open(1)", "a pidfd of a process that does not come along"),
+    "robust mutex in a file": (
+        "fd = os.open('robust', os.O_RDWR | os.O_CREAT); os.ftruncate(fd, 4096); at = memory(4096, 3, 1, fd)\n"
+        "kind = ctypes.create_string_buffer(16); libc.pthread_mutexattr_init(kind)\n"
+        "libc.pthread_mutexattr_setrobust(kind, 1); libc.pthread_mutexattr_setpshared(kind, 1)\n"
+        "mutex = ctypes.c_void_p(at); libc.pthread_mutex_init(mutex, kind); assert libc.pthread_mutex_lock(mutex) == 0",
+        "a lock in the mapped file ",
+    ),
     "used-up registration": (
         "e = select.epoll(); r, w = os.pipe(); e.register(w, select.EPOLLOUT | select.EPOLLONESHOT); e.poll()",
         "a registration that was used up (EPOLLONESHOT)",

@@ -203,6 +203,23 @@ def tmpfile():
     return lambda: (os.pread(fd, 100, 0).decode(), os.fstat(fd).st_nlink)
 
 
+@kind(
+    "an unnamed temporary file that gets its name later (O_TMPFILE, linkat)",
+    documented("gets no name any more"),
+    advice="Write to a file with a name, and rename it.",
+)
+def tmpfile_named_later():
+    directory, names = place("file"), iter(range(100))
+    fds = [os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600) for _ in range(9)]
+
+    def name_one():
+        at_fdcwd, at_symlink_follow = -100, 0x400
+        path = str(directory / f"named-{next(names)}").encode()
+        libc("linkat", at_fdcwd, b"/proc/self/fd/%d" % fds.pop(), at_fdcwd, path, at_symlink_follow)
+
+    return lambda: error_of(name_one)
+
+
 @kind("tempfile.TemporaryFile, NamedTemporaryFile, SpooledTemporaryFile")
 def temporary_files():
     files = [tempfile.TemporaryFile(), tempfile.NamedTemporaryFile(dir=place("t")), tempfile.SpooledTemporaryFile(99)]

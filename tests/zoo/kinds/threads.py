@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
+import mmap
 import os
 import queue
 import select
@@ -396,6 +397,26 @@ def native_mutex():
     return lambda: (library.pthread_mutex_trylock(mutex) == busy, [done for _, done in waiting]), (
         lambda: library.pthread_mutex_unlock(mutex)
     )
+
+
+@kind(
+    "a locked robust mutex in a mapped file (a transaction of LMDB that writes)",
+    refused("UNPROVEN_STATE", "robust mutex"),
+    advice="Release it (commit or abort the transaction).",
+)
+def robust_mutex():
+    library, sort = ctypes.CDLL(None), ctypes.create_string_buffer(16)
+    path = place("mutex") / "file"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    with open(path, "r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    mutex = (ctypes.c_char * 64).from_buffer(memory)
+    library.pthread_mutexattr_init(sort)
+    library.pthread_mutexattr_setrobust(sort, 1)
+    library.pthread_mutexattr_setpshared(sort, 1)
+    library.pthread_mutex_init(mutex, sort)
+    library.pthread_mutex_lock(mutex)
+    return lambda: memory[:64].hex(), lambda: library.pthread_mutex_unlock(mutex)
 
 
 @kind("each thread's robust futex list and rseq area")

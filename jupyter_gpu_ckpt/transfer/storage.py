@@ -21,6 +21,9 @@ from ..files.atomic import flush, write_atomically
 from ..image.manifest import safe_name
 from .remote_hashes import REMOVAL, TRANSFER, RemoteHashes, call, list_directory
 
+#: Seconds without a sign of an SSH server after which it is asked for one; after four times as many it is given up.
+KEEPALIVE = 30
+
 
 class Storage:
     """The files below one URL, by the id of their image and their name.
@@ -42,6 +45,8 @@ class Storage:
                     options.setdefault("known_hosts", str(Path.home() / ".ssh" / "known_hosts"))
                     # asyncssh's own first choice, ChaCha20, takes a third more of the one core that it runs on.
                     options.setdefault("encryption_algs", "^aes128-gcm@openssh.com,aes256-gcm@openssh.com")
+                    # asyncssh gives a server up that leaves several in succession unanswered: `create` has no deadline.
+                    options.setdefault("keepalive_interval", KEEPALIVE)
                 self.fs, self.root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
             except (ImportError, ValueError) as error:
                 raise RemoteUnsupported(f"The package for {protocol}: URLs is not installed.") from error

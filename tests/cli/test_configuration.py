@@ -60,6 +60,8 @@ def test_push_takes_from_the_configured_directory_and_pull_puts_there(store, run
     depot.mkdir()
     assert run("push", image.id, str(depot)).status == 0
     assert store.images() == []
+    refused = run("pull", str(depot), image.id, "--json", "--GpuCkptProvisioner.image_quota=1")
+    assert (refused.status, refused.document["error"]["code"]) == (75, "QUOTA_EXCEEDED")
     assert run("pull", str(depot), image.id, "--json").document["path"] == str(store.root / image.id)
     assert [one.id for one in store.images()] == [image.id]
 

@@ -10,10 +10,12 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -283,6 +285,62 @@ def test_a_push_that_another_one_of_the_same_image_has_overtaken_keeps_its_own(p
         slow.push(image, remove_from=near)
     near.check(image)
     assert place.remote().images() == []
+
+
+SSH_SERVER = """
+import asyncio, asyncssh, sys
+from pathlib import Path
+
+async def serve():
+    home, key = Path(sys.argv[1]), asyncssh.generate_private_key("ssh-ed25519")
+    made = await asyncssh.listen("127.0.0.1", 0, server_host_keys=[key], authorized_client_keys=str(home / "user.pub"),
+                                 sftp_factory=True)
+    (home / "known_hosts").write_text(f"[127.0.0.1]:{made.get_port()} {key.export_public_key().decode()}")
+    print(made.get_port(), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(serve())
+"""
+
+
+def test_a_server_that_stops_in_the_middle_of_a_pull_is_given_up(near, far, tmp_path, monkeypatch):
+    """Its host keeps the connection: no error of TCP ends the wait for the claim, which has no deadline."""
+    image = publish(near)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "user")], check=True)
+    argv = [sys.executable, "-c", SSH_SERVER, str(tmp_path)]
+    monkeypatch.setattr(storage_module, "KEEPALIVE", 1)
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        try:
+            url = f"sftp://ada@127.0.0.1:{int(server.stdout.readline())}{tmp_path}/far"
+            keys = {"client_keys": [str(tmp_path / "user")], "known_hosts": str(tmp_path / "known_hosts")}
+            remote = Remote(url, **keys)
+            remote.push(image)
+            create = remote.storage.create
+
+            def stop(*arguments):
+                server.send_signal(signal.SIGSTOP)
+                create(*arguments)
+
+            monkeypatch.setattr(remote.storage, "create", stop)
+            ended = []
+            pull = threading.Thread(
+                target=lambda: ended.append(raised(lambda: remote.pull(image.id, far))), daemon=True
+            )
+            pull.start()
+            pull.join(60)
+            assert [type(error) for error in ended] == [RemoteFailed]
+        finally:
+            server.kill()
+    near.check(image)
+
+
+def raised(work: Callable[[], object]) -> BaseException | None:
+    try:
+        work()
+    except BaseException as error:
+        return error
+    return None
 
 
 # -- what is there may be anything

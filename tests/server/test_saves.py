@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.parse
+from types import SimpleNamespace
 
 import nbformat
 import pytest
+from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
 from live import server, until
+from tornado.web import HTTPError
+
+from jupyter_gpu_ckpt.errors import NotebookNotReplaced
+from jupyter_gpu_ckpt.server import notebooks
 
 #: Where a file ``meddle`` is, another program changes each notebook right after it was read.
 CONFIG = """
@@ -183,6 +190,35 @@ def test_a_notebook_that_is_missing_or_changed_meanwhile_is_not_replaced(living,
     assert error["left"] == "the kernel is back at the save point, book.ipynb is as it is on the disk"
     assert living.run(kernel_id, "print(z)") == "then"
     assert "print( " in file.read_text(), "as the other program has written it"
+
+
+@pytest.mark.parametrize(
+    ("present", "reason"),
+    [("now", "No space left on device"), ("then", ""), ("other", "changed while"), (None, "No such file")],
+)
+async def test_a_notebook_is_written_only_where_it_is_as_it_was_kept(tmp_path, present, reason):
+    """A disk that is full, a notebook that is the wanted one already, another one, and none."""
+
+    class Full(AsyncLargeFileManager):
+        async def save(self, model, path=""):
+            raise HTTPError(500, "Unexpected error while saving file: %s: No space left on device", path)
+
+    def book(source: str) -> nbformat.NotebookNode:
+        return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source, id="a")])
+
+    contents: dict[str | None, bytes] = {}
+    app = SimpleNamespace(contents_manager=Full(root_dir=str(tmp_path)))
+    for source in ("now", "then"):
+        nbformat.write(book(source), tmp_path / "book.ipynb")
+        contents[source] = json.dumps((await app.contents_manager.get("book.ipynb"))["content"]).encode()
+    (tmp_path / "book.ipynb").unlink()
+    if present is not None:
+        nbformat.write(book(present), tmp_path / "book.ipynb")
+    with pytest.raises(NotebookNotReplaced, match=reason) if reason else contextlib.nullcontext() as caught:
+        await notebooks.replace(app, "book.ipynb", contents["now"], contents["then"])
+    assert not reason or caught.value.left.endswith("book.ipynb is as it is on the disk")
+    if present is not None:
+        assert nbformat.read(tmp_path / "book.ipynb", as_version=4).cells[0].source == present
 
 
 def test_the_notebook_of_a_save_point_is_that_of_its_magic_too(living, kernel_id):

@@ -71,7 +71,8 @@ _ANONYMOUS_NAMES = {
 #: How to avoid some of them.
 _ANONYMOUS_HINTS = {
     "[io_uring]": "End what uses it, or start it without: programs with libuv (Node.js, uvloop) with the environment "
-    "variable UV_USE_IO_URING=0, the store of torch.distributed with USE_LIBUV=0.",
+    "variable UV_USE_IO_URING=0, the store of torch.distributed with USE_LIBUV=0. uvloop 0.23 (libuv 1.52) is "
+    "never without: use asyncio's own loop (uvicorn: loop='asyncio').",
 }
 #: ``VmFlags`` of ``/proc/PID/smaps`` (``fs/proc/task_mmu.c``) that a restore brings back, or that do not matter.
 #: ``dw``: before Linux 5.15, of a program's own file.  ``bt``: on aarch64, of every library that is built for it.

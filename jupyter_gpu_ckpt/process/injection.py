@@ -33,7 +33,9 @@ _THREAD_KEYRING, _PROCESS_KEYRING, _SESSION_KEYRING, _USER_KEYRING, _USER_SESSIO
 _KCMP_VM = 1
 _SIGINFO_BYTES = 128
 _MCL_FUTURE = 2
-_EPOLL_CTL_ADD = 1
+_EPOLL_CTL_ADD, _EPOLL_CTL_MOD = 1, 3
+#: Events that `Injection.collect` takes at a time.
+_EVENTS = 64
 #: ``struct epoll_event``: packed on x86 only.
 _EPOLL_EVENT = struct.Struct("=IQ" if os.uname().machine == "x86_64" else "=I4xQ")
 _LANDLOCK_CREATE_RULESET_VERSION = 1
@@ -88,6 +90,16 @@ class Injection(NamedTuple):
         """Let an epoll instance watch a descriptor.  The result is that of `call`."""
         with self.on_stack(_EPOLL_EVENT.pack(events, data)) as address:
             return self.call("epoll_ctl", epoll, _EPOLL_CTL_ADD, fd, address)
+
+    def change(self, epoll: int, fd: int, events: int, data: int) -> int:
+        """Let an epoll instance watch a descriptor, which it watches already, for other events.  As `call`."""
+        with self.on_stack(_EPOLL_EVENT.pack(events, data)) as address:
+            return self.call("epoll_ctl", epoll, _EPOLL_CTL_MOD, fd, address)
+
+    def collect(self, epoll: int) -> int:
+        """Take events of an epoll instance, which are dropped.  As `call`."""
+        with self.on_stack(bytes(_EPOLL_EVENT.size * _EVENTS)) as address:
+            return self.call("epoll_pwait", epoll, address, _EVENTS, 0, 0, 0)
 
     # -- state
 

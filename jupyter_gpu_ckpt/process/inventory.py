@@ -20,6 +20,7 @@ import errno
 import fcntl
 import os
 import re
+import select
 import stat
 import struct
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ from jupyter_gpu_ckpt.process import (
     watched_files,
 )
 from jupyter_gpu_ckpt.process.injection import Injection
-from jupyter_gpu_ckpt.process.reapply import readable_policy, timer_time
+from jupyter_gpu_ckpt.process.reapply import EPOLL_ANY, EPOLL_PRIVATE, readable_policy, timer_time
 from jupyter_gpu_ckpt.procfs import Mount
 from jupyter_gpu_ckpt.units import size
 
@@ -70,7 +71,8 @@ _ANONYMOUS_NAMES = {
 #: How to avoid some of them.
 _ANONYMOUS_HINTS = {
     "[io_uring]": "End what uses it, or start it without: programs with libuv (Node.js, uvloop) with the environment "
-    "variable UV_USE_IO_URING=0, the store of torch.distributed with USE_LIBUV=0.",
+    "variable UV_USE_IO_URING=0, the store of torch.distributed with USE_LIBUV=0. uvloop 0.23 (libuv 1.52) is "
+    "never without: use asyncio's own loop (uvicorn: loop='asyncio').",
 }
 #: ``VmFlags`` of ``/proc/PID/smaps`` (``fs/proc/task_mmu.c``) that a restore brings back, or that do not matter.
 #: ``dw``: before Linux 5.15, of a program's own file.  ``bt``: on aarch64, of every library that is built for it.
@@ -131,7 +133,8 @@ _ROBUST_LIST = struct.Struct("=QqQ")
 #: ROBUST_LIST_LIMIT of include/uapi/linux/futex.h.
 _LONGEST_ROBUST_LIST = 2048
 _DEFAULT_SLACK = 50_000
-_EPOLL_PRIVATE = (1 << 30) | (1 << 31) | (1 << 29) | (1 << 28)
+#: Of registrations that an event changes.
+_EPOLL_TAKEN = (1 << 31) | select.EPOLLONESHOT  # EPOLLET
 _SCHED_SLICED = (0, 3)  # SCHED_OTHER and SCHED_BATCH
 
 
@@ -741,11 +744,39 @@ class _Process:
                 if any(parameters := fcntl.ioctl(fd, syscalls.EPIOCGPARAMS, bytes(8))):
                     self.notes.setdefault("epoll_parameters", {})[str(number)] = parameters.hex()
         entries = [{"fd": fd, "events": events, "data": data} for fd, events, data in procfs.epoll_entries(text)]
-        for entry in entries:
-            if not entry["events"] & ~_EPOLL_PRIVATE:
+        if spent := [entry for entry in entries if not entry["events"] & ~EPOLL_PRIVATE]:
+            # They are used up once more after a wake, by an event that also takes those of others.
+            others = [each for each in entries if each not in spent and each["events"] & _EPOLL_TAKEN]
+            if all(self.is_ready(each["fd"]) for each in spent) and self.can_change(number, [*spent, *others]):
+                self.notes.setdefault("spent", []).append({"epoll": number, "spent": spent, "others": others})
+            else:
                 what = f"a registration that was used up (EPOLLONESHOT) in an epoll instance (descriptor {number})"
-                self.refuse_file(what, "Register the descriptor again, or take it out of the epoll instance.")
+                hint = "Register the descriptor again, or close it (trio leaves such registrations until then)."
+                self.refuse_file(what, hint)
         self.epolls[number] = entries
+
+    def is_ready(self, number: int) -> bool:
+        """Return whether a socket or pipe can be read from or written to, as it then can after a wake, too."""
+        with contextlib.suppress(OSError):  # closed since it was registered
+            if self.mine.forbidden.isdisjoint({"pidfd_getfd", "kcmp"}):
+                with syscalls.borrowed(self.pidfd, number) as descriptor:
+                    mode, poll = os.fstat(descriptor).st_mode, select.poll()
+                    poll.register(descriptor, EPOLL_ANY)
+                    return bool((stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)) and poll.poll(0))
+        return False
+
+    def can_change(self, epoll: int, entries: Sequence[dict[str, int]]) -> bool:
+        """Return whether each registration is of the file that has its descriptor now, and may be changed."""
+        numbers = [entry["fd"] for entry in entries]
+        if len(set(numbers)) < len(numbers) or any(entry["events"] & select.EPOLLEXCLUSIVE for entry in entries):
+            return False
+        with contextlib.suppress(OSError):
+            slots = [(number, (ctypes.c_uint32 * 3)(epoll, number, 0)) for number in numbers]
+            return all(
+                syscalls.call("kcmp", self.pid, self.pid, syscalls.KCMP_EPOLL_TFD, number, ctypes.addressof(slot)) == 0
+                for number, slot in slots
+            )
+        return False
 
     def socket(self, number: int) -> None:
         """Refuse a socket of an unproven kind or queue, and note the options that CRIU forgets."""

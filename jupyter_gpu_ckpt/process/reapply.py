@@ -24,6 +24,8 @@ Notes = dict[str, Any]
 
 _EFD_SEMAPHORE = 1
 _TFD_TIMER_ABSTIME = 1
+#: Bits of ``struct epoll_event`` that are no events, and all that are but errors, which are always watched.
+EPOLL_PRIVATE, EPOLL_ANY = 0xF << 28, 0x27C7
 _MLOCK_ONFAULT = 1
 _MPOL_MF_NONE = 0
 #: set_mempolicy(2): modes and their flags, as ``mm/mempolicy.c: mpol_to_str`` writes them.
@@ -126,7 +128,8 @@ class _Restorer(NamedTuple):
         """Return whether some note can only be reapplied by a system call of the process itself."""
         own = {"personality", "speculation", "numa", "death_signal"}
         threads = any(own & notes.keys() for notes in self.notes.get("threads", {}).values())
-        return threads or bool(self.notes.keys() & {"settings", "semaphores", "sealed", "locked_on_fault", "numa"})
+        inside = {"settings", "semaphores", "spent", "sealed", "locked_on_fault", "numa"}
+        return threads or bool(self.notes.keys() & inside)
 
     @contextlib.contextmanager
     def trying(self, what: str, *, vital: bool = False) -> Iterator[None]:
@@ -210,6 +213,8 @@ class _Restorer(NamedTuple):
         for semaphore in self.notes.get("semaphores", ()):
             with self.trying("an eventfd that is a semaphore", vital=True):
                 self.semaphore(inside, semaphore)
+        for instance in self.notes.get("spent", ()):
+            self.use_up(inside, **instance)
         for start, end, policy in self.notes.get("numa", ()):
             with self.policy(inside, policy) as (mode, address):
                 done = inside.call("mbind", start, end - start, mode, address, _NODES, _MPOL_MF_NONE)
@@ -224,6 +229,31 @@ class _Restorer(NamedTuple):
             self.require(inside.call("mseal", start, end - start, 0), "sealed memory (mseal)", vital=True)
         for name in inside.apply(self.notes.get("settings", {})):
             self.note(f"{name} (process {self.pid})", name in _VITAL_SETTINGS)
+
+    def use_up(self, inside: Injection, epoll: int, spent: list[Notes], others: list[Notes]) -> None:
+        """Use up registrations that were so (EPOLLONESHOT), by an event of any kind.
+
+        CRIU makes them anew, and they would report an error or the end of a connection.  ``others``: registrations
+        whose events are taken, too, and which are set anew.
+        """
+        what = f"registrations that were used up in epoll instance {epoll}"
+        for each in spent:
+            done = inside.change(epoll, each["fd"], each["events"] | EPOLL_ANY, each["data"])
+            self.require(done, what)
+        numbers = {each["fd"] for each in spent}
+        for _ in self.registrations(epoll):
+            if not any(fd in numbers and events & ~EPOLL_PRIVATE for fd, events, _ in self.registrations(epoll)):
+                break
+            inside.collect(epoll)
+        for fd, events, data in self.registrations(epoll):
+            if fd in numbers and events & ~EPOLL_PRIVATE:
+                inside.change(epoll, fd, events & EPOLL_PRIVATE, data)
+                self.note(f"{what} (process {self.pid}): descriptor {fd} is not ready for anything", vital=False)
+        for each in others:
+            self.require(inside.change(epoll, **each), what, vital=True)
+
+    def registrations(self, epoll: int) -> list[tuple[int, int, int]]:
+        return procfs.epoll_entries(procfs.read(f"/proc/{self.pid}/fdinfo/{epoll}"))
 
     @contextlib.contextmanager
     def policy(self, inside: Injection, text: str, tid: int = 0) -> Iterator[tuple[int, int]]:

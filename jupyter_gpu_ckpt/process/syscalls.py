@@ -38,7 +38,7 @@ _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 #: SYS_ADMIN, SYS_RESOURCE, CHECKPOINT_RESTORE.
 CAPABILITIES_FOR_CRIU = (0, 1, 2, 3, 4, 5, 8, 12, 18, 19, 21, 24, 40)
 
-KCMP_FILE, KCMP_VM, KCMP_FILES, KCMP_FS = 0, 1, 2, 3
+KCMP_FILE, KCMP_VM, KCMP_FILES, KCMP_FS, KCMP_EPOLL_TFD = 0, 1, 2, 3, 7
 _SEM_GETPID = 11
 IOPRIO_WHO_PROCESS = 1
 #: ``struct sched_attr`` with its last two fields, of uclamp.
@@ -54,7 +54,7 @@ _BY_MACHINE = """
     eventfd2 290 19  dup3 292 24  close 3 57  read 0 63  epoll_ctl 233 21  waitid 247 95  futex 202 98
     mlock2 325 284  mlockall 151 230  mmap 9 222  munmap 11 215  mprotect 10 226  rt_sigaction 13 134  getpid 39 172
     get_robust_list 274 100  lseek 8 62  openat 257 56  open_by_handle_at 304 265
-    rt_sigtimedwait 128 137  rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240  fcntl 72 25
+    rt_sigtimedwait 128 137  rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240  fcntl 72 25  epoll_pwait 281 22
 """
 _MACHINES = ("x86_64", "aarch64")
 #: The numbers of this host; without those of `_BY_MACHINE` on another machine, which a capsule's init refuses.

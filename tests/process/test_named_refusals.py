@@ -50,7 +50,7 @@ REFUSED |= {
     "its device": (
         "import ctypes, time; ctypes.CDLL(None).syscall(425, 4, ctypes.create_string_buffer(120))" + READY,
         "an io_uring instance (descriptor 3), of {named}",
-        "UV_USE_IO_URING=0",
+        "use asyncio's own loop",
     ),
     "its debugger": (
         "import ctypes, os, time\nif not os.fork(): time.sleep(999)\nlibc = ctypes.CDLL(None)\n"

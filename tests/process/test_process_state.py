@@ -266,6 +266,18 @@ KINDS: dict[str, tuple[str, str]] = {
         "inner = select.epoll(); e.register(inner.fileno(), select.EPOLLIN)",
         "answer = watched(e.fileno()), e.poll(0)",
     ),
+    "used-up registrations": (
+        "e = select.epoll(); pairs = [socket.socketpair() for _ in range(100)]; (r, w), once = os.pipe(), 1 << 30\n"
+        "for a, _ in pairs[:80]: e.register(a, select.EPOLLOUT | once)\n"
+        "while e.poll(0): pass\n"
+        "for a, b in pairs[80:90]: e.register(a, select.EPOLLIN | once); b.send(b'x')\n"
+        "for a, b in pairs[90:]: e.register(a, select.EPOLLIN | select.EPOLLET); b.send(b'x')\n"
+        "e.register(r, select.EPOLLIN); os.write(w, b'x'); pairs[0][1].close()",
+        # The end of a connection is not reported; what others have to report is, whatever was taken meanwhile.
+        "events = sorted(e.poll(0)); answer = [len(events), {kind for _, kind in events}, watched(e.fileno())]\n"
+        "for a, b in pairs[80:90]: e.modify(a, select.EPOLLIN | once)\n"
+        "for a, b in pairs[90:]: b.send(b'x')",
+    ),
     "epoll's parameters": (
         "e = select.epoll(); fcntl.ioctl(e.fileno(), 0x40088A01, struct.pack('IHBB', 100, 8, 0, 0))",
         "answer = fcntl.ioctl(e.fileno(), 0x80088A02, bytes(8))",
@@ -622,7 +634,8 @@ REFUSED: dict[str, tuple[str, str]] = {
         "a lock in the mapped file ",
     ),
     "used-up registration": (
-        "e = select.epoll(); r, w = os.pipe(); e.register(w, select.EPOLLOUT | select.EPOLLONESHOT); e.poll()",
+        "e = select.epoll(); r, w = os.pipe(); e.register(r, select.EPOLLIN | select.EPOLLONESHOT)\n"
+        "os.write(w, b'x'); e.poll(); os.read(r, 1)",
         "a registration that was used up (EPOLLONESHOT)",
     ),
     "connection that waits": (

@@ -176,15 +176,28 @@ def epoll_edge():
     return show
 
 
-@kind(
-    "a one-shot epoll object that has fired", refused("FILE_UNSUPPORTED", "EPOLLONESHOT"), advice="Register it again."
-)
+@kind("a one-shot epoll object that has fired, its file still ready (trio's sockets)")
 def epoll_oneshot():
     r, w = os.pipe()
     poll = select.epoll()
     poll.register(r, select.EPOLLIN | select.EPOLLONESHOT)
     os.write(w, b"x")
     poll.poll(1)
+    return lambda: (poll.poll(0), fdinfo(poll.fileno())), poll.close
+
+
+@kind(
+    "a one-shot epoll object that has fired, its file no longer ready",
+    refused("FILE_UNSUPPORTED", "EPOLLONESHOT"),
+    advice="Register it again, or close the file.",
+)
+def epoll_oneshot_unready():
+    r, w = os.pipe()
+    poll = select.epoll()
+    poll.register(r, select.EPOLLIN | select.EPOLLONESHOT)
+    os.write(w, b"x")
+    poll.poll(1)
+    os.read(r, 1)
     return lambda: (poll.poll(0), fdinfo(poll.fileno())), poll.close
 
 

@@ -53,7 +53,7 @@ def tab(page, jupyter, name, cells):
 
 
 def test_a_kernel_is_checkpointed_by_the_button_and_woken_by_a_cell(tab):
-    assert "running" in tab.tooltip
+    tab.wait_for_tooltip("running")
     tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")
     tab.toast("asleep, in .* s")
@@ -88,7 +88,7 @@ def test_what_is_clicked_shows_before_the_server_has_answered(tab):
     tab.choose("Put kernel to sleep")
     milliseconds = tab.page.evaluate("window.seen")
     until(lambda: held or tab.page.wait_for_timeout(20))
-    assert tab.phase == "checkpointing"
+    tab.wait_for_phase("checkpointing")
     print(f"from the click to the change: {milliseconds:.0f} ms")
     held.pop().continue_()
     tab.wait_for_phase("checkpointed")
@@ -137,7 +137,7 @@ def test_a_kernel_that_prints_is_awake_whatever_events_were_missed(tab):
 
 def test_a_protection_that_was_set_elsewhere_shows_in_the_tooltip(tab):
     tab.window.events.say("kernel_protection/v1", tab.kernel_id(), protected_until=time.time() + 7200)
-    until(lambda: "protected for 2 h" in tab.tooltip or tab.page.wait_for_timeout(20))
+    tab.wait_for_tooltip("protected for 2 h")
 
 
 def test_a_notification_of_progress_goes_when_the_verb_ends(tab):
@@ -166,7 +166,7 @@ def test_a_notification_of_progress_that_was_closed_stays_closed(tab):
     progress.get_by_title("Hide notification").click()
     progress.wait_for(state="detached")
     events.say("kernel_step/v1", kernel_id, fraction=0.5, **step)
-    until(lambda: "50 %" in tab.tooltip or tab.page.wait_for_timeout(20))
+    tab.wait_for_tooltip("50 %")
     tab.page.wait_for_function("at => Date.now() > at", arg=1000 * time.time() + 1100)  # what is drawn is drawn by now
     assert tab.page.locator(TOAST, has_text="Checkpointing").count() == 0
     events.state(kernel_id, "running", "dumping")
@@ -206,7 +206,7 @@ def test_while_a_cell_runs_it_says_so_and_offers_to_sleep_when_that_has_finished
         tab.picture("busy")
         dialog.get_by_role("button", name=offer).click()
         status.get_by_text("Kernel sleeps after this cell").wait_for()
-        assert "sleeps when its cells have finished" in tab.tooltip
+        tab.wait_for_tooltip("sleeps when its cells have finished")
         status.click()
         status.wait_for(state="hidden")
         tab.choose("Put kernel to sleep")
@@ -215,7 +215,7 @@ def test_while_a_cell_runs_it_says_so_and_offers_to_sleep_when_that_has_finished
         assert "A cell is running." in toast.inner_text()
         toast.get_by_title(offer).click()
         status.get_by_text("Kernel sleeps after this cell").wait_for()
-        assert tab.phase == "running"
+        tab.wait_for_phase("running")
     tab.wait_for_phase("checkpointed")
     tab.run(1)
     tab.wait_for_output(1, "42")
@@ -295,7 +295,7 @@ def test_a_protection_is_set_and_ended_from_the_menu(tab):
     protect("2 h")
     tab.toast("protected from idle policies for 2 h")
     until(lambda: left() > 7000)
-    assert "protected for 2 h" in tab.tooltip
+    tab.wait_for_tooltip("protected for 2 h")
     protect("End protection")
     until(lambda: left() == 0)
 
@@ -439,7 +439,7 @@ def test_where_the_host_cannot_the_button_says_why(desktop, tmp_path, runtime_ba
     with lab(tmp_path / "home", runtime_base, config=config) as running, desktop.window(running) as window:
         tab = window.tab(write_notebook(running, "plain.ipynb", *CELLS))
         tab.wait_for_phase("plain")
-        until(lambda: "CRIU" in tab.tooltip or tab.page.wait_for_timeout(100))
+        tab.wait_for_tooltip("CRIU")
         assert tab.page.locator(BUTTON).first.get_attribute("aria-disabled") == "true"
         tab.run(0)
         tab.wait_for_output(0, "ready")

@@ -95,12 +95,12 @@ def test_the_queue_of_a_shared_gpu_and_a_kernel_off_it(desktop, jupyter):
         tab.run(0)
         tab.open("plot.ipynb")
         tab.wait_for_phase("off_gpu")
-        assert "off the GPU (others use it)" in tab.tooltip
+        tab.wait_for_tooltip("off the GPU (others use it)")
         page.locator(BADGE, has_text="68.0 MiB off the GPU").wait_for()
         panel.locator("li", has_text="plot.ipynb").get_by_text("off the GPU (others use it)").wait_for()
         tab.run(1)
         tab.wait_for_output(1, "1")
-        assert tab.phase == "off_gpu"
+        tab.wait_for_phase("off_gpu")
         assert jupyter.get(f"gpu-ckpt/kernels/{plot}")["off_gpu"]
 
         # Its cell that computes waits, and its place is shown wherever the user looks.
@@ -111,7 +111,7 @@ def test_the_queue_of_a_shared_gpu_and_a_kernel_off_it(desktop, jupyter):
         queue.get_by_text(re.compile(r"^train\.ipynb computes for .* \(68\.0 MiB\)( · .+ left)?$")).wait_for()
         queue.get_by_text(re.compile(r"^1\. plot\.ipynb waits for .* \(68\.0 MiB\)$")).wait_for()
         panel.locator("li", has_text="plot.ipynb").get_by_text("waiting for GPU 0: next").wait_for()
-        assert "waiting for GPU 0: next" in tab.tooltip
+        tab.wait_for_tooltip("waiting for GPU 0: next")
         assert page.locator(".jp-gpuCkpt-waking").count() == 0, "no cell waits for the kernel"
         tab.picture("turns-waiting")
 

@@ -284,6 +284,10 @@ class Tab:
     def tooltip(self) -> str:
         return self.page.locator(BUTTON).first.get_attribute("title")
 
+    def wait_for_tooltip(self, text: str) -> None:
+        """Wait until the button's tooltip has a text: it may change a moment after the rest of the page."""
+        until(lambda: text in self.tooltip or self.page.wait_for_timeout(20), f"{text!r} in the tooltip")
+
     @property
     def badge(self) -> str:
         """Return the badge's text; empty where it is not shown."""

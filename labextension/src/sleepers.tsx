@@ -17,6 +17,8 @@ import { bytes, duration } from './words';
 
 /** Milliseconds after which a failed request for the images is repeated. */
 const AGAIN = 3000;
+/** Milliseconds after which the list is announced once more. */
+const REPEATED = 2000;
 
 export class Sleepers implements IRunningSessions.IManager {
   constructor(private readonly context: IContext) {
@@ -74,6 +76,9 @@ export class Sleepers implements IRunningSessions.IManager {
         if (look === this._looks) {
           this._images = images.reverse(); // an answer that a later question has overtaken may be older
           this._changed.emit();
+          // JupyterLab's list reads the items before it listens: of what came between it would never hear.
+          clearTimeout(this._repeats);
+          this._repeats = setTimeout(() => this._changed.emit(), REPEATED);
         }
       },
       () => {
@@ -202,4 +207,5 @@ export class Sleepers implements IRunningSessions.IManager {
   private _images: IImage[] = [];
   private _known: string | null = '';
   private _looks = 0;
+  private _repeats: ReturnType<typeof setTimeout> | undefined;
 }

@@ -12,6 +12,7 @@ from images import publish
 from places import s3_server, sftp_server
 
 from jupyter_gpu_ckpt.errors import RemoteFailed
+from jupyter_gpu_ckpt.image.layout import CLAIM
 from jupyter_gpu_ckpt.transfer import remote as remote_module
 from jupyter_gpu_ckpt.transfer.remote import Remote
 from jupyter_gpu_ckpt.transfer.remote_hashes import RemoteHashes
@@ -106,10 +107,11 @@ def test_a_part_of_the_right_size_with_other_content_is_sent_again(remote, store
 
 @pytest.mark.parametrize("remote", ["sftp", "s3"], indirect=True)
 def test_nothing_is_read_back_from_a_server_that_reports_its_hashes(remote, store, monkeypatch):
-    image = publish(store)
+    image, read = publish(store), remote.storage.fs.cat_file
 
-    def refuse(path, **_):
-        raise AssertionError(f"{path} is read back")
+    def refuse(path, **options):
+        assert path.endswith(CLAIM), f"{path} is read back"
+        return read(path, **options)
 
     monkeypatch.setattr(remote.storage.fs, "cat_file", refuse)
     remote.push(image)

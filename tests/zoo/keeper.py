@@ -283,13 +283,14 @@ def packs(kinds: Iterable[Kind], who: str) -> tuple[list[list[str]], list[str]]:
 def belongings() -> set[str]:
     """Return this user's files where things are forgotten: shared memory, temporary files.
 
-    torch keeps a directory for its compiler, wherever it runs.
+    torch keeps a directory for its compiler, wherever it runs.  multiprocessing's is left by a stock kernel, too, whose
+    resource tracker outlives SIGTERM (`tests/lifecycle/test_ended_kernels.py` compares them).
     """
     found = set()
     for directory in (Path("/dev/shm"), Path(tempfile.gettempdir())):
         for path in directory.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if path.lstat().st_uid == os.getuid() and not path.name.startswith("torchinductor_"):
+                if path.lstat().st_uid == os.getuid() and not path.name.startswith(("torchinductor_", "pymp-")):
                     found.add(str(path))
     return found
 

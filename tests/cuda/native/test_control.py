@@ -106,24 +106,27 @@ def test_a_second_connection_waits_for_the_first(listener):
 
 def test_every_answer_says_of_which_version_it_is(listener):
     with listener.control() as control:
-        assert {control.ask(verb)["version"] for verb in ("status", "copy_out", "nonsense", "free", "swap_in")} == {5}
+        assert {control.ask(verb)["version"] for verb in ("status", "copy_out", "nonsense", "free", "swap_in")} == {
+            fastpath._VERSION
+        }
 
 
 def test_a_library_of_another_version_gets_no_other_request(kernel, monkeypatch):
-    before = kernel.state
+    before, version = kernel.state, fastpath._VERSION
     with monkeypatch.context() as patch:
-        patch.setattr(fastpath, "_VERSION", 6)
+        patch.setattr(fastpath, "_VERSION", version + 1)
+        words = f"version {version} of its protocol, this release version {version + 1}"
         for ask in (kernel.path.amounts, kernel.swap_out):
-            with pytest.raises(ProtocolVersion, match="version 5 of its protocol, this release version 6") as caught:
+            with pytest.raises(ProtocolVersion, match=words) as caught:
                 ask()
-            assert (caught.value.code, caught.value.details) == ("PROTOCOL_VERSION", {"version": 5})
+            assert (caught.value.code, caught.value.details) == ("PROTOCOL_VERSION", {"version": version})
         assert kernel.path.why_slow(1 << 40) == ""
     assert kernel.state == before
     kernel.runs_on()
     kernel.lock()
     assert kernel.swap_out() == kernel.path.amounts().swapped_out
     with monkeypatch.context() as patch:
-        patch.setattr(fastpath, "_VERSION", 6)
+        patch.setattr(fastpath, "_VERSION", version + 1)
         with pytest.raises(ProtocolVersion):
             kernel.swap_in()
     kernel.swap_in()

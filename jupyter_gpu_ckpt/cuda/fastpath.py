@@ -255,8 +255,14 @@ class FastPath:
         return f"GPU-{uuid.UUID(bytes=bytes)}" if any(bytes) else ""
 
     def mirrored(self) -> bool:
-        """Return whether host memory has a copy of all that can be kept there, as it is now.  As `touches`."""
-        published = self._published()
+        """Return whether host memory has a copy of all that can be kept there; False with another release's library.
+
+        Raises `CudaError` if the process has ended.
+        """
+        try:
+            published = self._published()
+        except ProtocolVersion:
+            return False
         return bool(published.mirrored) and published.launch_gate == _GATE_WATCHED
 
     def launch_gate_is_closed(self) -> bool:

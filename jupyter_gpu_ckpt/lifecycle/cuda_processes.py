@@ -44,7 +44,7 @@ def candidates(kernel: KernelState) -> list[int]:
 def mirrored(kernel: KernelState) -> bool:
     """Return whether host memory has a copy of the kernel's device memory as it is; never of a tree that uses CUDA.
 
-    Raises `CudaError` if the process has ended, `ProtocolVersion`.
+    Raises `CudaError` if the process has ended.
     """
     return len(candidates(kernel)) == 1 and kernel.fast_path().mirrored()
 

@@ -121,6 +121,7 @@ def test_a_library_of_another_version_gets_no_other_request(kernel, monkeypatch)
                 ask()
             assert (caught.value.code, caught.value.details) == ("PROTOCOL_VERSION", {"version": version})
         assert kernel.path.why_slow(1 << 40) == ""
+        assert not kernel.path.mirrored()
     assert kernel.state == before
     kernel.runs_on()
     kernel.lock()

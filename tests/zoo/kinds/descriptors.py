@@ -176,13 +176,19 @@ def epoll_edge():
     return show
 
 
-@kind("a one-shot epoll object that has fired, its file still ready (trio's sockets)")
-def epoll_oneshot():
+def fired_once():
+    """Return a pipe that can be read, and an epoll object that has reported it once and for all."""
     r, w = os.pipe()
     poll = select.epoll()
     poll.register(r, select.EPOLLIN | select.EPOLLONESHOT)
     os.write(w, b"x")
     poll.poll(1)
+    return r, poll
+
+
+@kind("a one-shot epoll object that has fired, its file still ready (trio's sockets)")
+def epoll_oneshot():
+    _, poll = fired_once()
     return lambda: (poll.poll(0), fdinfo(poll.fileno())), poll.close
 
 
@@ -192,11 +198,7 @@ def epoll_oneshot():
     advice="Register it again, or close the file.",
 )
 def epoll_oneshot_unready():
-    r, w = os.pipe()
-    poll = select.epoll()
-    poll.register(r, select.EPOLLIN | select.EPOLLONESHOT)
-    os.write(w, b"x")
-    poll.poll(1)
+    r, poll = fired_once()
     os.read(r, 1)
     return lambda: (poll.poll(0), fdinfo(poll.fileno())), poll.close
 

@@ -8,6 +8,7 @@ and written, never mapped: a mapping of a file that was cut short kills its read
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -38,10 +39,13 @@ ClaimChunk = Callable[[str, FileEntry, Path], bool]
 
 
 class Codec:
-    """The form in which chunks are stored: as they are.  Methods are called from several threads at a time."""
+    """The form in which chunks are stored: as they are.  Methods are called from several threads at a time.
 
-    def __init__(self, claim: ClaimChunk | None = None) -> None:
-        self._claim = claim
+    ``when_full``: called where the disk is full; it returns to try again, or raises.
+    """
+
+    def __init__(self, claim: ClaimChunk | None = None, when_full: Callable[[], object] | None = None) -> None:
+        self._claim, self._when_full = claim, when_full
 
     def store(self, source: Path, chunk: memoryview, path: Path) -> FileEntry:
         """Write ``chunk``, a `direct_io.buffer` with the content of the extent ``source``, to ``path``.
@@ -54,8 +58,18 @@ class Codec:
             try:  # one file for both: the library writes to an extent only once
                 os.link(source, path)
             except OSError:
-                direct_io.write(path, chunk, len(chunk), size=len(chunk))
+                self._write(path, chunk)
         return entry
+
+    def _write(self, path: Path, chunk: memoryview) -> None:
+        while True:
+            try:
+                return direct_io.write(path, chunk, len(chunk), size=len(chunk))
+            except OSError as error:
+                if self._when_full is None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                path.unlink(missing_ok=True)
+            self._when_full()
 
     def load(self, path: Path, entry: FileEntry, chunk: memoryview) -> bool:
         """Fill ``chunk`` from the file ``path``; return False where it does not match ``entry``.  Raises `OSError`."""
@@ -64,18 +78,29 @@ class Codec:
 
 
 def write(
-    extents: int, directory: Path, codec: Codec, check_cancelled: Callable[[], object], *, removes: bool = False
+    extents: int,
+    directory: Path,
+    codec: Codec,
+    check_cancelled: Callable[[], object],
+    *,
+    removes: bool = False,
+    continues: int = 0,
 ) -> dict[str, FileEntry]:
     """Write the chunks of ``extents`` to a new ``directory``; its caller flushes them.
 
     Returns their entries by name.  Calls ``check_cancelled`` before each chunk.  ``removes``: each file of ``extents``
-    once it is written.  Raises what ``check_cancelled`` raises, and `OSError`; what was written until then is left.
+    once it is written.  ``continues``: the bytes of all, of which a process that was killed may have written some and
+    removed their files.  Raises what ``check_cancelled`` raises, and `OSError`; what was written until then is left.
     """
-    directory.mkdir(mode=0o700)
+    directory.mkdir(mode=0o700, exist_ok=continues > 0)
     source = path(extents)
 
     def write_chunk(name: str, chunk: memoryview) -> tuple[str, FileEntry] | None:
         check_cancelled()
+        if continues and not (source / name).exists():
+            return _written(directory / name, chunk)
+        if continues:
+            (directory / name).unlink(missing_ok=True)
         if len(direct_io.read(source / name, chunk, len(chunk))) != len(chunk):
             raise OSError(f"A file of device memory is shorter than it was: {name}.")
         entry = None if direct_io.is_zero(chunk) else codec.store(source / name, chunk, directory / name)
@@ -83,10 +108,18 @@ def write(
             (source / name).unlink()
         return None if entry is None else (name, entry)
 
-    written = dict(filter(None, _each(size(extents), write_chunk, _DEPTH)))
+    written = dict(filter(None, _each(continues or size(extents), write_chunk, _DEPTH)))
     if not written:  # an image has no empty directories
         directory.rmdir()
     return written
+
+
+def _written(path: Path, chunk: memoryview) -> tuple[str, FileEntry] | None:
+    """Return the name and entry of a chunk that is written; None for zeros, which have no file."""
+    if not path.exists():
+        return None
+    content = direct_io.read(path, chunk, len(chunk))
+    return path.name, FileEntry(len(content), blake3(content).hexdigest())
 
 
 def write_ahead(extents: int, directory: Path, cached: dict[str, FileEntry], stopped: threading.Event) -> bool:

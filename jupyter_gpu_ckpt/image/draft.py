@@ -8,6 +8,8 @@ that lies about fsync can lose a published image.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from ..errors import KeyUnusable
+from ..errors import KeyUnusable, StoreUnwritable
 from ..files import clone
 from ..files.atomic import flush, write_atomically
 from ..files.disk import mapped_errors
@@ -29,6 +31,9 @@ from .keys import Keyring
 from .manifest import FileEntry, Manifest
 from .quota import QuotaReservation
 from .shared_chunks import KnownChunks
+
+#: Seconds to wait for another process that changes a claim.
+_TIMEOUT = 10.0
 
 
 class Draft:
@@ -45,7 +50,12 @@ class Draft:
         needed: int,
         needed_links: Callable[[], set[str]],
         known_chunks: KnownChunks,
+        lock: int | None = None,
     ) -> None:
+        """Begin a draft that may need so many bytes.
+
+        ``lock``: the locked descriptor of one that another process has begun (`lock_fd`), which is completed here.
+        """
         self.id = id
         self.path = root / f"{layout.DRAFT}{id}"
         self._root = root
@@ -57,16 +67,21 @@ class Draft:
         self._known_chunks = known_chunks
         self._known: dict[str, FileEntry] = {}
         self._is_copy = False
+        self._is_taken_over = lock is not None
         self._copied_encryption: dict[str, Any] | None = None
-        self._lock = FileLock(root / f"{layout.DRAFT}{id}{layout.LOCK}", timeout=0, mode=0o600)
+        self._lock = root / f"{layout.DRAFT}{id}{layout.LOCK}"
+        #: The locked descriptor of the draft's lock; not a `FileLock`, as another process may keep it (`completion`).
+        self.lock_fd = -1 if lock is None else lock
         self._form = encryption.Form(vault, id, self.path / layout.CRIU)
         #: The image's directory, once it is one.
         self.target = root / id
         #: The directory that CRIU writes to; for an encrypted image it lies in memory.
         self.criu_directory = self._form.criu_directory
+        if self._is_taken_over:
+            return
         try:
             with mapped_errors(root):
-                self._lock.acquire()
+                self.lock_fd = _locked(self._lock)
                 for directory in (self.path, self.path / layout.CRIU):
                     directory.mkdir(mode=0o700)
                     directory.chmod(0o700)  # whatever the umask
@@ -93,10 +108,13 @@ class Draft:
         check_cancelled: Callable[[], object],
         *,
         removes: bool = False,
+        continues: int = 0,
+        when_full: Callable[[], object] | None = None,
     ) -> None:
         """Write device memory from ``extents`` (`device_memory.write`), but for chunks of save points and of ``claim``.
 
-        Raises what ``check_cancelled`` raises, `NoSpace`, `StoreUnwritable`.
+        ``removes``, ``continues``: see `device_memory.write`; ``when_full``: see `device_memory.Codec`.  Raises what
+        the functions raise, `NoSpace`, `StoreUnwritable`.
         """
 
         def claim_any(name: str, content: FileEntry, path: Path) -> bool:
@@ -104,8 +122,10 @@ class Draft:
 
         with mapped_errors(self._root):
             directory = self.path / layout.CRIU / layout.DEVICE
-            codec = self._form.codec(claim_any)
-            written = device_memory.write(extents, directory, codec, check_cancelled, removes=removes)
+            codec = self._form.codec(claim_any, when_full)
+            written = device_memory.write(
+                extents, directory, codec, check_cancelled, removes=removes, continues=continues
+            )
             self._known = {layout.device_file(name): entry for name, entry in written.items()}
 
     def copy(self, source: Image) -> None:
@@ -137,6 +157,10 @@ class Draft:
                 total += path.stat().st_size
         return total
 
+    def reserve(self, bytes: int) -> None:
+        """Reserve so many bytes in all.  Raises `QuotaExceeded`, `StoreUnwritable`."""
+        self._reservation.reserve(bytes)
+
     def publish(
         self, manifest: Manifest, *, claim_pid: int | None = None, keep_fd: lease.KeepFd | None = None
     ) -> Image:
@@ -144,7 +168,7 @@ class Draft:
 
         ``claim_pid``: the saved process, which still lives; until `Image.withdraw_claim` nobody restores the image,
         unless the process that ``keep_fd`` passes the claim's lock to has ended.  A save point has none, unless its
-        kernel is to sleep in it.
+        kernel is to sleep in it.  After `NoSpace` it can be tried again.
         """
         sleeps_in_save_point = manifest.save_point is not None and claim_pid is not None
         with mapped_errors(self._root):
@@ -153,6 +177,7 @@ class Draft:
                 self._divide_pages()
             manifest = replace(manifest, encryption=self._copied_encryption or self._form.finish())
             files = [path for path in self.path.rglob("*") if path.is_file() and not path.is_symlink()]
+            files = [path for path in files if path.relative_to(self.path).parts[0] not in layout.RESERVED]
             for path in files:
                 path.chmod(0o600)
             # Files are hashed while others are flushed, so hashing costs no time.  Zeros become holes, which read the
@@ -177,7 +202,8 @@ class Draft:
             target = self.target
             if sleeps_in_save_point:
                 Image(target, manifest).unretire()  # of a server that ends now, the next one must know
-            self.path.rename(target)
+            with self.stays() if self._is_taken_over else contextlib.nullcontext():
+                self.path.rename(target)
             try:
                 flush(self._root)
             except BaseException:
@@ -186,7 +212,7 @@ class Draft:
                 target.rename(draft)
                 self.path = draft
                 raise
-        if manifest.save_point is not None:
+        if manifest.save_point is not None and not self._is_taken_over:
             links.keep(manifest)
         self._unlock()
         with contextlib.suppress(KeyUnusable):  # the image is there; an older one put back may go unnoticed
@@ -195,7 +221,7 @@ class Draft:
 
     def _divide_pages(self) -> None:
         """Divide large files of pages into chunks, to share them; not of an encrypted image, nor of a copy."""
-        if self.criu_directory == self.path / layout.CRIU and not self._is_copy:
+        if self.criu_directory == self.path / layout.CRIU and not (self._is_copy or self._is_taken_over):
             self._known |= shared_chunks.split(self.criu_directory, self._known_chunks)
 
     def discard(self) -> None:
@@ -214,5 +240,31 @@ class Draft:
         self._reservation.release()
         with contextlib.suppress(OSError):
             self._journal.unlink(missing_ok=True)
-            Path(self._lock.lock_file).unlink()
-        self._lock.release()
+            self._lock.unlink()
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Close the draft's lock; it ends if no other process has it, too."""
+        fd, self.lock_fd = self.lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def stays(self) -> FileLock:
+        """Return a lock: while it is held, no other process makes the draft an image, nor changes its claim."""
+        return FileLock(layout.mark(self.target, layout.LOCK), timeout=_TIMEOUT, mode=0o600)
+
+
+def _locked(path: Path) -> int:
+    """Make a lock and return its locked descriptor.  Raises `OSError`, `StoreUnwritable`."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException as error:
+            os.close(fd)
+            if isinstance(error, BlockingIOError):
+                raise StoreUnwritable("Another process has locked the draft of an image.") from error
+            raise
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)  # a sweep came upon it

@@ -286,9 +286,14 @@ class Form:
         #: The directory that CRIU writes to.
         self.criu_directory = directory if self._plain is None else self._plain.path
 
-    def codec(self, claim: device_memory.ClaimChunk | None) -> device_memory.Codec:
-        """Return the codec of device memory.  ``claim`` provides plain chunks, of no use to an encrypted image."""
-        return device_memory.Codec(claim) if self._cipher is None else EncryptedCodec(self._cipher)
+    def codec(
+        self, claim: device_memory.ClaimChunk | None, when_full: Callable[[], object] | None = None
+    ) -> device_memory.Codec:
+        """Return the codec of device memory.  ``claim`` provides plain chunks, of no use to an encrypted image.
+
+        ``when_full``: see `device_memory.Codec`; of a plain image.
+        """
+        return device_memory.Codec(claim, when_full) if self._cipher is None else EncryptedCodec(self._cipher)
 
     def finish(self) -> dict[str, Any] | None:
         """Encrypt CRIU's files into the image; return the manifest's facts about it, or None.  Raises `OSError`."""

@@ -47,6 +47,9 @@ LOCK = ".lock"
 RESERVATION = ".reservation"
 #: The suffix of a draft's journal (`links.note_before_dump`).
 LINKS = ".links"
+#: The suffix of the mark of a draft that is completed when its kernel's process has ended (`completion`); its server
+#: keeps it locked.
+LATER = ".later"
 #: The directory of images that are being fetched from elsewhere.
 INCOMING = ".incoming"
 #: The suffixes of an image's marks (`mark`).

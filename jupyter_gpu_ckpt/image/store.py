@@ -102,6 +102,12 @@ class Store:
         keys, generations, vault = self.keys, self.generations, self.vault
         return Draft(self.root, id, keys, generations, vault, reservation, needed, self._needed_links, known)
 
+    def take_over(self, id: str, kernel_id: str, lock: int) -> Draft:
+        """Return the draft ``id`` of another process, which may end at any time; ``lock``: see `Draft`."""
+        reservation = self.reservation(self.root / f"{layout.DRAFT}{id}", kernel_id)
+        keys, generations, vault, known = self.keys, self.generations, Vault(), KnownChunks(self.images())
+        return Draft(self.root, id, keys, generations, vault, reservation, 0, self._needed_links, known, lock)
+
     def _needed_links(self, but: str = "") -> set[str]:
         """Return the links of all images but those of kernel ``but``."""
         manifests = [image.manifest for image in self.images() if image.manifest.kernel_id != but]
@@ -347,6 +353,7 @@ class Store:
                     others = {*self.root.glob(f"{layout.DRAFT}*{layout.LINKS}")} - {journal}
                     links.remove_abandoned(journal, others, self._needed_links())
                 journal.unlink(missing_ok=True)
+                path.with_name(path.name + layout.LATER).unlink(missing_ok=True)
                 if not published.exists():
                     layout.mark(published, layout.ASLEEP).unlink(missing_ok=True)
                 if path.is_dir():  # another sweep may have held the lock before

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import GpuCkptError, HostError, ImageBusy, ProtocolVersion
 from ..files.atomic import write_atomically
-from ..image import layout
+from ..image import completion, layout
 from ..image.store import Image, Store
 from .registry import kernels, owned_by_id
 
@@ -98,7 +98,9 @@ def find_orphans(base: Path, store: Store) -> FoundOrphans:
     """Find the kernels of this user on this host that have no owner.
 
     Of several images of a kernel the newest counts.  A kernel with an owner is not listed, whatever images it has.
+    Images that a server has left to be completed are waited for.
     """
+    completion.await_abandoned(store.root)
     found: dict[str, Orphan | ProtocolVersion] = {}
     owned = set()
     for record in kernels(base):

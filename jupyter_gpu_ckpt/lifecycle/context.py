@@ -26,6 +26,7 @@ from ..cuda.gpus import Gpu, Gpus
 from ..errors import CapsuleError, CapsuleGone, CriuError, GpuCkptError, KernelLost, LimitReached, UnsupportedCuda
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
+from ..image.completion import Completion
 from ..image.draft import Draft
 from ..image.kept_files import KeptFile
 from ..image.lease import Lease
@@ -302,6 +303,8 @@ class KernelState:
     serves_off_gpu: bool = False
     #: Of a kernel that goes back: the capsule that it will be in.
     ahead: CapsuleAhead | None = None
+    #: Of the state that the kernel goes back from: its image is not complete yet.
+    completion: Completion | None = None
     #: Of a kernel that shares GPUs.
     admission: Admission | None = None
     #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).
@@ -314,9 +317,11 @@ class KernelState:
 
     @property
     def publishes_save_point(self) -> bool:
-        """Return whether the kernel is served again after a save, whose save point is not complete yet."""
+        """Return whether the kernel is served again, and a save point of its last state is not complete yet."""
         machine = self.machine
-        return machine.state is State.SAVING and Step.RELEASE in machine.done
+        return (machine.state is State.SAVING and Step.RELEASE in machine.done) or (
+            machine.state is State.RUNNING and self.completion is not None
+        )
 
     def require_capsule(self) -> Capsule:
         """Return the capsule.  Raises `CapsuleGone` if there is none."""
@@ -407,6 +412,8 @@ class Attempt:
     #: Device memory of a save point that is written when the kernel runs again, by links: their directory, open as
     #: long as `resources`.
     linked: int | None = None
+    #: Of the same, where the kernel runs again in another process; ended by `resources`, if it was not handed over.
+    completion: Completion | None = None
     #: Bytes of pages that CRIU has written and that were dropped, as another process has them, too.
     dropped_bytes: int = 0
     #: Bytes of pages that several processes have, and share again after a restore, but for the first of each.

@@ -35,7 +35,7 @@ from ..image.manifest import Manifest
 from ..node.fingerprint import fingerprint
 from ..process import connections, descriptors, shared_memory
 from ..process.sockets import let_ports_be_rebound
-from . import cuda_processes, host_memory, preflight
+from . import completing, cuda_processes, host_memory, preflight
 from .capsule_ahead import CapsuleAhead
 from .context import Attempt, KernelState, PartlyDone, Reason
 from .suspend import driver_checkpoint, why_not, without_sockets
@@ -106,8 +106,8 @@ def dump(attempt: Attempt) -> None:
         cuda_processes.drop_zero_pages(kernel)
     bytes = host_memory.resident(kernel)  # device memory is host memory by now
     attempt.clocks = kernel.require_capsule().clocks()
-    if attempt.next_image is not None and host_memory.may_read_ahead(attempt.next_image):
-        _begin_to_go_back(kernel, attempt.next_image)
+    if attempt.next_image is not None and kernel.ahead is None and host_memory.may_read_ahead(attempt.next_image):
+        begin_to_go_back(kernel, attempt.next_image)
     needed = _needed(kernel, bytes)
     over, pause, evicted, tries = time.monotonic() + kernel.settings.pipes, 0.1, False, 1
     while True:
@@ -144,7 +144,7 @@ def dump(attempt: Attempt) -> None:
             pause = min(2 * pause, 3.0)
 
 
-def _begin_to_go_back(kernel: KernelState, image: Image) -> None:
+def begin_to_go_back(kernel: KernelState, image: Image) -> None:
     """Begin to make the capsule for the way back, and to read the image's device memory into it where that may be.
 
     The kernel's clocks go on from now.
@@ -214,7 +214,7 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
     try:
         with (
             draft.work_directory() as work,
-            device_memory_written(attempt, draft),
+            device_memory_written(attempt, draft, needed),
             _turn_to_dump(kernel),
             _shared_pages_dropped(attempt, draft),
         ):
@@ -342,13 +342,15 @@ def _require_proven(state: Mapping[str, Any], directory: Path) -> dict[str, Any]
 
 
 @contextlib.contextmanager
-def device_memory_written(attempt: Attempt, draft: Draft) -> Iterator[None]:
+def device_memory_written(attempt: Attempt, draft: Draft, needed: int) -> Iterator[None]:
     """Write device memory that CRIU does not see, while the body runs; all of it is written after the body.
 
-    That of a kernel that continues is only linked, where host memory permits: `keep` writes it.
+    ``needed``: what the image may need, in bytes.
+    That of a kernel that continues or goes back is only linked, where host memory permits: `keep` writes it, or another
+    process (`completing`).
     """
     kernel, fast_path = attempt.kernel, attempt.kernel.fast_path()
-    attempt.linked = None
+    attempt.linked = attempt.completion = None
     extents = fast_path.open_extents() if kernel.saved.cuda else None
     if extents is None:
         attempt.swapped_bytes = 0
@@ -371,9 +373,13 @@ def device_memory_written(attempt: Attempt, draft: Draft) -> Iterator[None]:
         attempt.swapped_bytes = found = device_memory.size(extents)
         if found != (swapped_out := fast_path.amounts().swapped_out):
             raise errors.CapsuleError(f"Of {swapped_out} bytes of device memory {found} are there.")
-        if attempt.continues and host_memory.may_wait_for_disk(kernel) and _link_device_memory(attempt):
-            yield
-            return
+        later = completing.may_be_later(attempt, needed)
+        if (attempt.continues or later) and host_memory.may_wait_for_disk(kernel) and _link_device_memory(attempt):
+            if attempt.continues or completing.begin(attempt, draft):
+                yield
+                return
+            attempt.resources.close()
+            attempt.linked = None
         task = BackgroundTask("gpu-ckpt-device", write)
         try:
             yield
@@ -433,11 +439,17 @@ def write_ahead(kernel: KernelState) -> None:
 
 
 def publish(attempt: Attempt) -> None:
-    """Write the manifest and make the draft an image, in which the kernel will sleep."""
+    """Write the manifest and make the draft an image, in which the kernel will sleep.
+
+    Of a kernel that goes back another process may do so, when the kernel is back.
+    """
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
     if attempt.next_image is not None and kernel.ahead is None:
-        _begin_to_go_back(kernel, attempt.next_image)
-    kernel.image = _published(attempt, claim_pid=capsule.host_pid, keep_fd=capsule.keep_fd)
+        begin_to_go_back(kernel, attempt.next_image)
+    image = completing.hand_over(attempt, _final_manifest(attempt)) if attempt.completion is not None else None
+    if image is None and attempt.linked is not None:
+        _write_linked(attempt, attempt.linked)
+    kernel.image = image or _published(attempt, claim_pid=capsule.host_pid, keep_fd=capsule.keep_fd)
     kernel.generation = kernel.image.manifest.generation
     host_memory.discard_chunks(kernel)
 
@@ -472,6 +484,17 @@ def _write_linked(attempt: Attempt, linked: int) -> None:
 
 
 def _published(attempt: Attempt, **claim: Any) -> Image:
+    kernel, draft, manifest = attempt.kernel, attempt.draft, _final_manifest(attempt)
+    assert draft is not None
+    image = draft.publish(manifest, **claim)
+    attempt.draft = attempt.manifest = None
+    kernel.engine.store.hashes.begin()
+    attempt.traced.bytes = image.manifest.bytes
+    return image
+
+
+def _final_manifest(attempt: Attempt) -> Manifest:
+    """Write what else is in the draft; return the manifest, but for the image's files."""
     kernel, draft, manifest = attempt.kernel, attempt.draft, attempt.manifest
     assert draft is not None and manifest is not None
     if kernel.home.write_session is not None:
@@ -488,11 +511,7 @@ def _published(attempt: Attempt, **claim: Any) -> Image:
             kept = draft.criu_directory / layout.KEPT
             kept.mkdir(mode=0o700, exist_ok=True)
             (kept / layout.NOTEBOOK).write_bytes(attempt.notebook)
-    image = draft.publish(dataclasses.replace(manifest, steps=dict(attempt.seconds)), **claim)
-    attempt.draft = attempt.manifest = None
-    kernel.engine.store.hashes.begin()
-    attempt.traced.bytes = image.manifest.bytes
-    return image
+    return dataclasses.replace(manifest, steps=dict(attempt.seconds))
 
 
 def _manifest(attempt: Attempt) -> Manifest:
@@ -585,7 +604,7 @@ def end_process(attempt: Attempt) -> None:
             kernel.capsule = None
         if kernel.image is not None and attempt.lease is None:
             with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
-                kernel.image.withdraw_claim()
+                (kernel.completion or kernel.image).withdraw_claim()
     except Exception as error:
         # The process may be gone already, and its image must not be removed.
         raise PartlyDone from error

@@ -11,7 +11,7 @@ import signal
 
 from ..capsule.capsule import Capsule
 from ..errors import GpuCkptError, ImageNotFound, KernelLost, StateError
-from . import failures, host_memory, plans, restore, suspend
+from . import completing, failures, host_memory, plans, restore, suspend
 from .context import KernelState, Reason
 from .plans import State
 from .steps import advance
@@ -54,6 +54,10 @@ def terminate(kernel: KernelState) -> None:
         advance(kernel, plans.ProcessEvent.TERMINATED)
     kernel.exit_status = -signal.SIGKILL if kernel.exit_status is None else kernel.exit_status
     host_memory.discard_chunks(kernel)
+    if kernel.completion is not None and kernel.image is not None:  # the kernel slept in what has no space on the disk
+        completing.begin_save_point(kernel, kernel.image)
+        kernel.image = None
+    completing.leave(kernel)
     with contextlib.suppress(GpuCkptError):  # a gate that failed has no clients that would have to know
         kernel.gate.kernel_died()
 

@@ -20,6 +20,7 @@ from ..errors import BadRequest, FilesDiffer, GpuCkptError, MissingFile, NoSpace
 from ..files.atomic import write_atomically
 from ..files.disk import mapped_errors
 from ..image import kept_files, layout, links, save_point, shared_chunks
+from ..image.completion import PATIENCE, await_abandoned
 from ..image.encryption import Readable
 from ..image.image import Image
 from ..image.kept_files import KeptFile
@@ -221,9 +222,11 @@ def automatic_name(why: str, images: Iterable[Image], kernel_id: str) -> str:
 def thin_out(kernel: KernelState, most: int | None = None) -> None:
     """Delete the kernel's automatic save points that are too many.  One in use is left for the next time.
 
-    ``most``: in place of the setting.
+    ``most``: in place of the setting; with 0 also one that is still being completed, which is waited for.
     """
     store = kernel.engine.store
+    if most == 0:
+        await_abandoned(store.root, PATIENCE)
     keep = kernel.settings.automatic_save_points if most is None else most
     for image in save_point.surplus(store.images(), kernel.home.kernel_id, keep):
         with contextlib.suppress(GpuCkptError):

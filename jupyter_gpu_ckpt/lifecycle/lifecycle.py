@@ -18,7 +18,7 @@ from ..errors import CapsuleError, CapsuleGone, GpuCkptError, KernelSilent, Stat
 from ..image.save_point import SavePoint, find, require_free_name
 from ..image.store import Image
 from ..trace import Trace
-from . import compatibility, dump, endings, failures, going_back, host_memory, plans, restore, resume
+from . import compatibility, completing, dump, endings, failures, going_back, host_memory, plans, restore, resume
 from .context import Attempt, Engine, FilesChoice, GateProtocol, Home, KernelState, Reason, Saved
 from .plans import Move, State
 from .settings import LifecycleSettings
@@ -154,6 +154,7 @@ class Lifecycle:
         """
         kernel, store = self.kernel, self.engine.store
         with kernel.lock, contextlib.ExitStack() as stack:
+            stack.callback(completing.end, kernel)
             stack.callback(kernel.discard_ahead)
             point = find(store.images(), self.home.kernel_id, name)
             if self.state not in (State.RUNNING, State.DEAD):
@@ -177,9 +178,12 @@ class Lifecycle:
                     with contextlib.suppress(GpuCkptError):  # the next message tries again
                         self._perform(Move.RESTORE, State.RUNNING)
                     error.left = failures.what_is_left(kernel)
-                else:  # it was ended meanwhile
+                elif kernel.completion is not None:  # it was ended meanwhile
+                    completing.begin_save_point(kernel, present)
+                else:
                     restore.release_save_point(present)
                 raise
+            present = completing.save_point(kernel, present)
             restore.release_save_point(present)
             going_back.thin_out(kernel)
             return present
@@ -236,6 +240,7 @@ class Lifecycle:
                 kernel.capsule = None
             kernel.spill_directory = None  # it is the capsule's
             host_memory.discard_chunks(kernel)
+            completing.leave(kernel)
 
     def terminate(self) -> None:
         """End the kernel now, also during a verb.  Its image stays until `endings.discard_image`."""

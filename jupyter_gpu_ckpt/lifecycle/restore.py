@@ -31,7 +31,7 @@ from ..node.match import Mismatch, accepted_files, require
 from ..terminal_text import printable
 from ..transfer import archive
 from ..transfer.remote import Remote
-from . import compatibility, going_back, host_memory
+from . import compatibility, completing, going_back, host_memory
 from .context import MOVED, Attempt, Home, KernelState, Reason, Saved
 
 #: Seconds to wait for a lease that another process has for a moment only: the cold tier, as it sends the content away.
@@ -42,6 +42,8 @@ def match(attempt: Attempt) -> None:
     """Lease the image, fetch its content if it is archived, begin to verify it, and match it with this node."""
     kernel, store = attempt.kernel, attempt.kernel.engine.store
     assert kernel.image is not None
+    if kernel.completion is not None and kernel.completion.id == kernel.image.id:
+        kernel.image = completing.completed(kernel)
     image = store.get(kernel.image.id)
     attempt.lease = image.lease(_MOMENT)
     attempt.resources.callback(_end_lease, attempt)
@@ -342,7 +344,10 @@ def remove_image(kernel: KernelState) -> int:
     image, attempt, freed = kernel.image, kernel.attempt, 0
     if image is not None and image.is_save_point:
         kernel.image = None
-        _keep_save_point(image)
+        if kernel.completion is not None and kernel.completion.id == image.id:
+            completing.begin_save_point(kernel, image)
+        else:
+            _keep_save_point(image)
     elif image is not None:
         leased = attempt is not None and attempt.lease is not None
         freed = kernel.engine.store.remove(image, leased=leased, before_delete=lambda path: _keep_chunks(kernel, path))

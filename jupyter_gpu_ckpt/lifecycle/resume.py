@@ -240,7 +240,7 @@ def release(attempt: Attempt) -> None:
             capsule = kernel.require_capsule()
             attempt.lease.claim(capsule.host_pid, capsule.keep_fd)
             if attempt.present is not None:  # and nobody wakes the state that it has gone back from
-                attempt.present.claim(capsule.host_pid, capsule.keep_fd)
+                (kernel.completion or attempt.present).claim(capsule.host_pid, capsule.keep_fd)
         else:  # until a restored kernel's image is deleted it is what is left if the kernel dies
             supersede_images(kernel)
     if attempt.alone:
@@ -249,6 +249,8 @@ def release(attempt: Attempt) -> None:
             capsule.outlive()
         capsule.unfreeze_threads(all=True)
     kernel.gate.release()
+    if kernel.completion is not None:
+        kernel.completion.begin()
 
 
 def supersede_images(kernel: KernelState) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import small_disk
 from family import alone_and_with_family
 from faulty import Subject
 from harness import notebook
@@ -25,19 +25,8 @@ SIZES = 20
 @pytest.fixture
 def small(tmp_path):
     """Sets the size of the file system that the images lie on."""
-    if os.geteuid() != 0:
-        pytest.skip(reason="only root can mount a file system of a chosen size")
-    place = tmp_path / "images"
-    place.mkdir(mode=0o700)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1g,mode=0700", "tmpfs", str(place)]
-    if subprocess.run(mount, capture_output=True, timeout=60).returncode != 0:
-        pytest.skip(reason="this machine does not let root mount a tmpfs")
-
-    def resize(size: int) -> None:
-        subprocess.run(["mount", "-o", f"remount,size={size}", str(place)], check=True, timeout=60)
-
-    yield resize
-    subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=60)
+    with small_disk.mounted(tmp_path / "images") as resize:
+        yield resize
 
 
 @pytest.mark.parametrize("family", [False, True], ids=["alone", "family"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from images import FACTS, publish
@@ -142,7 +141,7 @@ def test_a_reservation_ends_with_its_draft(store):
     draft = bounded.begin("kernel", 9)
     room = store.root / f"{draft.path.name}.reservation"
     assert room.exists()
-    draft._lock.release()  # as when its writer is killed
+    draft.unlock()  # as when its writer is killed
     assert bounded.sweep() == 1
     assert not room.exists()
     room.write_text('{"kernel_id": "kernel", "bytes": 9}')  # a writer that was killed just after its rename
@@ -187,8 +186,8 @@ def test_a_reservation_whose_lock_cannot_be_tried_counts(store):
     """A file system that is read only just now is such a case."""
     bounded = limited(store, bytes=10)
     draft = bounded.begin("first", 9)
-    draft._lock.release()
-    lock = Path(draft._lock.lock_file)
+    draft.unlock()
+    lock = draft._lock
     lock.unlink(missing_ok=True)
     lock.mkdir()
     assert bounded.over_quota("second", 2) is not None

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from ..capsule.capsule import Capsule
-from ..errors import NoMemory
+from ..errors import GpuCkptError, NoMemory
 from ..files.disk import mapped_errors
 from ..image import chunk_cache, device_memory, layout, spill
 from ..image.background_task import BackgroundTask
@@ -124,13 +124,24 @@ def begin_read(
         os.close(extents)
 
 
-def may_read_ahead(image: Image) -> bool:
+def may_read_ahead(image: Image, beside: int = 0) -> bool:
     """Return whether an image has device memory that may be read into host memory while a kernel's own is there.
 
-    Not where memory would be short then.  An encrypted image is read when it is decrypted.
+    ``beside``: bytes of that which are not there yet.  Not where memory would be short then.  An encrypted image is
+    read when it is decrypted.
     """
     bytes = image.manifest.swapped_bytes
-    return bytes > 0 and not image.manifest.encryption and (available_memory() - bytes) * _SPARE >= all_memory()
+    spare = available_memory() - bytes - beside
+    return bytes > 0 and not image.manifest.encryption and spare * _SPARE >= all_memory()
+
+
+def may_read_before_suspend(kernel: KernelState, image: Image) -> bool:
+    """Return whether `may_read_ahead` holds with all device memory that a kernel on the GPU still has there."""
+    if not image.manifest.swapped_bytes:
+        return False
+    with contextlib.suppress(GpuCkptError):  # the driver does not answer: the suspend says why
+        return may_read_ahead(image, sum(device_bytes(kernel).values()))
+    return False
 
 
 def begin_read_ahead(kernel: KernelState, image: Image, capsule: Capsule) -> BackgroundTask | None:

@@ -168,6 +168,25 @@ def test_a_save_point_is_read_while_the_present_state_is_written(kernel, monkeyp
     assert kernel.program.ask("all(ctypes.string_at(at, size) == bytes([77]) * size for at, size in held)") is True
 
 
+@pytest.mark.parametrize("memory", ["enough for both", "short"])
+def test_a_save_point_is_read_while_the_kernel_is_suspended(kernel, monkeypatch, memory):
+    """Where the memory that is still on the GPU will have its space, too."""
+    point, seen = kernel.lifecycle.save(SavePoint("one")), {}
+    both = point.manifest.swapped_bytes + kernel.held()
+    monkeypatch.setattr(host_memory, "all_memory", lambda: 8)
+    spare = 1 if memory != "short" else 0
+    monkeypatch.setattr(host_memory, "available_memory", lambda: both + spare if not seen else 1 << 60)
+
+    def inspect(event) -> None:
+        seen[event.kind, event.step] = kernel.lifecycle.kernel.ahead is not None
+
+    kernel.lifecycle.trace.faults.append(inspect)
+    kernel.lifecycle.back("one")
+    kernel.runs_on()
+    assert seen["started", "preflight"] is (memory != "short")
+    assert seen["completed", "dump"]
+
+
 def test_a_kernel_that_cannot_go_back_reads_no_more_of_the_save_point(kernel, monkeypatch):
     def fails(*_, **__):
         until(lambda: kernel.lifecycle.kernel.ahead.reading is not None, "it is being read")

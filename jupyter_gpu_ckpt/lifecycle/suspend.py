@@ -18,7 +18,7 @@ from ..cuda.fastpath import ChooseDirectory
 from ..errors import GpuCkptError
 from ..image import chunk_cache
 from ..process import descriptors
-from . import cuda_processes, host_memory, preflight
+from . import cuda_processes, host_copies, host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Saved
 from .plans import State
 from .preflight import PreflightFinding
@@ -49,6 +49,7 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
         has_agent=kernel.home.has_agent,
         swapped_out=kernel.fast_path().host_memory_bytes(),
         kept=kernel.fast_path().kept_bytes(),
+        make_room=functools.partial(host_copies.make_room, kernel),
         spillable=functools.partial(_spillable, kernel),
         disk_free=_space_for_image(kernel) if writes else None,
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),

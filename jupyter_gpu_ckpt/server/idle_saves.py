@@ -50,7 +50,7 @@ class IdleSaves:
         self._mirrored = {id: used for id, used in self._mirrored.items() if id in kernels}
         for kernel_id, provisioner in kernels.items():
             gate = provisioner.gate
-            if not (provisioner.mirror_when_idle and provisioner.host_copy_bytes) or gate is None:
+            if not provisioner.mirror_when_idle or provisioner.host_copy_bytes == 0 or gate is None:
                 continue
             used = gate.last_activity
             is_idle = provisioner.state is State.RUNNING and not gate.under_way.cells

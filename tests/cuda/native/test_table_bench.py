@@ -44,15 +44,7 @@ def bench(tmp_path, runtime_base, programs, doubles, criu_binary, monkeypatch):
     @contextlib.asynccontextmanager
     async def kernel(directory, base, *, image_dir, **traits):
         async with host.notebook(f"{directory.name}-kernel", **{"gpu_sharing": "off", **traits}) as kernel:
-            fake = host.driver.processes[host.driver.start({A: 68 * MIB}, pid=kernel.lifecycle.capsule.host_pid)]
-
-            def follow(event) -> None:
-                if (event.kind, event.step) == ("completed", "end_process"):
-                    host.driver.processes.clear()
-                elif (event.kind, event.step) == ("completed", "criu_restore"):
-                    host.driver.add(fake, kernel.lifecycle.capsule.host_pid)
-
-            kernel.provisioner.sinks.append(follow)
+            host.start(kernel, {A: 68 * MIB})
             yield kernel
 
     def on_the_double(**how):

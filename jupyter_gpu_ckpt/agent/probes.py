@@ -49,6 +49,7 @@ def report(kernel: Any, pipe_port: int | None, errors: list[str]) -> dict[str, A
         ("debugger", lambda: debugger_in_use(kernel), False),
         ("cuda", gpu_memory.report, {"modules": [], "initialized": False, "devices": []}),
         ("jax_preallocates", jax_preallocates, False),
+        ("torch_pools", torch_pools, False),
         ("nvml", gpu_memory.nvml_initialized, False),
         ("sockets", lambda: foreign_sockets(own_endpoints(kernel, pipe_port)), []),
         ("deleted_mappings", mappings.still_deleted, []),
@@ -83,6 +84,16 @@ def jax_preallocates() -> bool:
         and settings["PREALLOCATE"] not in ("false", "0")
         and settings["ALLOCATOR"] != "platform"
     )
+
+
+def torch_pools() -> bool:
+    """Return whether PyTorch has CUDA memory from the driver's own pools (its documentation, "Memory management").
+
+    With two GPUs it lets each use the other's pool.  The NVIDIA driver 580.159 allocates no more from such a pool after
+    a suspend (CUDA_ERROR_OUT_OF_MEMORY; seen with torch 2.11).
+    """
+    torch = sys.modules.get("torch")
+    return bool(torch and torch.cuda.is_initialized() and torch.cuda.get_allocator_backend() == "cudaMallocAsync")
 
 
 def children() -> list[dict[str, Any]]:

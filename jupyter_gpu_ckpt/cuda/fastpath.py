@@ -159,7 +159,7 @@ class Amounts:
     ``kept``: bytes of host memory with a copy of what is on the device, so that the next suspend moves less.
     ``mirrors``: whether that copy is being made.
     ``managed``: number of allocations of managed memory, at least, which the library does not serve.  ``shared``:
-    number of those that it serves and has given other processes a handle of (CUDA IPC).  ``touches``: number of calls
+    number of those of which it, or the program, has given other processes a handle.  ``touches``: number of calls
     that found the launch gate closed, since it was closed the last time.
     """
 

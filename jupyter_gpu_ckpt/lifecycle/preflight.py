@@ -309,19 +309,42 @@ def judge_requests(cells: int, others: Sequence[str], *, awaits_input: bool = Fa
     return findings
 
 
+def jax_on_several_gpus() -> errors.UnsupportedCuda:
+    """Return the refusal of what the NVIDIA driver 580.159 does not restore (`agent.probes.jax_preallocates`)."""
+    message = "JAX has preallocated memory on several GPUs, which the NVIDIA driver does not bring back."
+    hint = (
+        "Start the kernel with the library for device memory (`fast_path`), with XLA_PYTHON_CLIENT_PREALLOCATE=false, "
+    )
+    return errors.UnsupportedCuda(message, hint=hint + "or show it one GPU (CUDA_VISIBLE_DEVICES).")
+
+
+def _pools_of_several_gpus() -> errors.UnsupportedCuda:
+    """Return the refusal of what the NVIDIA driver 580.159 spoils (`agent.probes.torch_pools`)."""
+    message = (
+        "PyTorch's backend cudaMallocAsync lets several GPUs use each other's pools, from which the NVIDIA driver "
+    )
+    hint = "Start the kernel without backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF, or show it one GPU "
+    return errors.UnsupportedCuda(message + "allocates no more after a suspend.", hint=hint + "(CUDA_VISIBLE_DEVICES).")
+
+
 def judge_report(
-    report: Mapping[str, Any], *, gpus: int = 0, writes: bool = True, tree: Sequence[int] = ()
+    report: Mapping[str, Any],
+    *,
+    gpus: int = 0,
+    by_driver: bool = False,
+    writes: bool = True,
+    tree: Sequence[int] = (),
 ) -> list[PreflightFinding]:
     """Return the findings from the agent's report, of a kernel that has memory of so many ``gpus``.
 
-    ``writes``: an image is to be written; a suspend does not.  ``tree``: the processes of the kernel's tree,
-    itself first; connections between them come back.
+    ``by_driver``: whether the driver moves most of that memory.  ``writes``: an image is to be written; a suspend does
+    not.  ``tree``: the processes of the kernel's tree, itself first; connections between them come back.
     """
     findings = []
-    if gpus > 1 and report.get("jax_preallocates"):
-        message = "JAX has preallocated memory on several GPUs, which the NVIDIA driver does not bring back."
-        hint = "Start the kernel with XLA_PYTHON_CLIENT_PREALLOCATE=false, or show it one GPU (CUDA_VISIBLE_DEVICES)."
-        findings.append(blocking(errors.UnsupportedCuda(message, hint=hint)))
+    if gpus > 1 and by_driver and report.get("jax_preallocates"):
+        findings.append(blocking(jax_on_several_gpus()))
+    if gpus > 1 and report.get("torch_pools"):
+        findings.append(blocking(_pools_of_several_gpus()))
     if report.get("debugger"):
         findings.append(blocking(errors.DebuggerAttached("The kernel's debugger is in use.")))
     # Root's CRIU opens them through /proc/PID/map_files, an ordinary user's may not.  Shared ones get a name first.

@@ -207,8 +207,9 @@ def quiesce(attempt: Attempt) -> None:
     attempt.traced.bytes = report.get("trimmed_bytes")
     try:
         pid, engine = kernel.require_capsule().host_pid, kernel.engine
-        gpus = len(engine.gpus.used_by(pid)) if engine.cuda.uses_cuda(pid) else 0
-        preflight.require(preflight.judge_report(report, gpus=gpus, writes=writes))
+        own = engine.gpus.used_by(pid) if engine.cuda.uses_cuda(pid) else {}
+        by_driver = cuda_processes.moved_by_driver(kernel, own)
+        preflight.require(preflight.judge_report(report, gpus=len(own), by_driver=by_driver, writes=writes))
     except GpuCkptError:
         request_agent(kernel, "thaw", {"environ": {}})
         raise
@@ -275,6 +276,8 @@ def cuda_suspend(attempt: Attempt) -> None:
         moved = swapped.get(pid, 0)
         if not moved:
             host_memory.end_spill(kernel)
+            if pid in locked and saved.report.get("jax_preallocates") and len(gpus.used_by(pid)) > 1:
+                raise preflight.jax_on_several_gpus()
         if for_others and not moved and kernel.admission is not None:
             kernel.admission.frees(False)
         # If allocations that were to go to the disk were not swapped out: the driver moves them to host memory.

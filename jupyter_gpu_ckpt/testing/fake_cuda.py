@@ -287,13 +287,16 @@ class FakeCuda(Cuda):
         living = [self.driver.processes[owner] for owner in owners if owner in self.driver.processes]
         return pid in owners or (process.inherited and any(map(has_same, living)))
 
+    def communicates_by_nccl(self, pid: int) -> bool:
+        return self.driver.processes[pid].nccl
+
     def _read(self, pid: int, name: str) -> str:
         real.check_pid(pid)
         process = self.driver.processes.get(pid)
         if process is None:
             raise CudaError(f"There is no process {pid}.", pid=pid)
         libraries = {"/usr/lib/libcuda.so.1": process.cuda, "/usr/lib/libcupti.so.13": process.profiled}
-        libraries |= dict.fromkeys(("/usr/lib/libnccl.so.2", "/run/shm/nccl-Gm3dZs (deleted)"), process.nccl)
+        libraries |= {"/usr/lib/libnccl.so.2": process.nccl}
         return "".join(f"{path}\n" for path, loaded in libraries.items() if loaded and name == "maps")
 
 

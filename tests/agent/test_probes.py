@@ -22,3 +22,15 @@ def test_whether_jax_takes_the_whole_gpu(monkeypatch, preallocate, allocator, pr
     assert not probes.jax_preallocates()
     monkeypatch.setitem(sys.modules, "jaxlib", types.ModuleType("jaxlib"))
     assert probes.jax_preallocates() is preallocates
+
+
+@pytest.mark.parametrize(
+    ("initialized", "backend", "found"),
+    [(True, "cudaMallocAsync", True), (True, "native", False), (False, "cudaMallocAsync", False)],
+)
+def test_whether_pytorch_has_memory_of_the_driver_s_pools(monkeypatch, initialized, backend, found):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert not probes.torch_pools()
+    cuda = types.SimpleNamespace(is_initialized=lambda: initialized, get_allocator_backend=lambda: backend)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    assert probes.torch_pools() is found

@@ -22,6 +22,7 @@ from waiting import until
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.criu.install import dotted
+from jupyter_gpu_ckpt.cuda.fastpath import FastPath
 from jupyter_gpu_ckpt.errors import (
     AgentError,
     CudaError,
@@ -40,7 +41,7 @@ from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.lifecycle import suspend
+from jupyter_gpu_ckpt.lifecycle import cuda_processes, suspend
 from jupyter_gpu_ckpt.lifecycle.context import Engine, Home
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.plans import State
@@ -436,6 +437,24 @@ def test_memory_of_a_kind_the_driver_cannot_save(rig):
         rig.fails("suspend", "CUDA_UNSUPPORTED")
     rig.fake.unsupported = False
     rig.runs_on()
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["before", "at-the-swap"])
+@pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
+def test_memory_of_jax_on_several_gpus_is_not_left_to_the_driver(rig, monkeypatch, verb, seen):
+    """The library that was to move it may be busy, or have no host memory."""
+    if not seen:
+        monkeypatch.setattr(cuda_processes, "moved_by_driver", lambda *_: False)
+    else:
+        monkeypatch.setattr(FastPath, "why_slow", lambda *_: "there is no library")
+    rig.fake.memory = {A: rig.MEMORY}
+    rig.gate.report = {"jax_preallocates": True}
+    getattr(rig.lifecycle, verb)()
+    rig.lifecycle.wake()
+    rig.fake.memory = {A: rig.MEMORY, B: rig.MEMORY}
+    assert "JAX" in rig.fails(verb, "CUDA_UNSUPPORTED").message
+    assert (rig.lifecycle.state, rig.fake.state) == (State.RUNNING, RUNNING)
+    assert rig.gate.serves
 
 
 def test_a_refusal_of_the_driver_has_its_reason(rig):

@@ -72,7 +72,7 @@ class SharedHost:
         directory.mkdir()
         traits = {"gpu_sharing": "turns", "image_dir": str(self.directory / "images"), **traits}
         async with notebook(directory, self._base / name, **traits) as kernel:
-            assert kernel.provisioner._host.sharing is not None
+            assert (kernel.provisioner._host.sharing is not None) is (traits["gpu_sharing"] != "off")
             yield kernel
 
     async def allocate(self, kernel: Notebook, mib: int, value: int, gpu: str) -> None:

@@ -105,6 +105,8 @@ class GpuSharing:
         self._wanted, self._wanted_since, self._may_have_more = 0, 0.0, False
         self._answered_at: float | None = None
         self._wanted_said = False
+        #: Since when no other kernel shares a GPU of this machine.
+        self._alone_since: float | None = None
         #: The GPU where a first context waits for memory, and since when it may be created there.
         self._wanted_on = ""
         self._admitted_at: float | None = None
@@ -239,6 +241,8 @@ class GpuSharing:
 
     def _observe_running(self, now: float) -> None:
         working, participant = self._gate.working, self.participant
+        others = any(each.kernel != participant.kernel for each in self._exchange.participants)
+        self._alone_since = None if others else self._alone_since or now
         if working or self._wanted:
             self._observe_wanted(now)
         computes = participant.turn is not None or participant.waiting_since is not None
@@ -287,7 +291,7 @@ class GpuSharing:
                 self._measure()  # which shows others what it needs
             if self._may_have_more and kernel.engine.gpus.free(self.participant.on[0]) < wanted:
                 self._say_wanted(wanted, now)
-            elif self._may_have_more or now - self._wanted_since > _SURE_S or self._exceeds_its_gpu(wanted):
+            elif self._may_have_more or self._is_sure(now) or self._exceeds_its_gpu(wanted):
                 self._answered_at = now
                 kernel.fast_path().open_launch_gate()
         finally:
@@ -296,7 +300,7 @@ class GpuSharing:
     def _admitted_to_its_first(self, wanted: int, now: float) -> bool:
         """Return whether a kernel without a context may try to create one now: it has a turn, or can have none."""
         if not self._may_have(wanted):
-            return now - self._wanted_since > _SURE_S
+            return self._is_sure(now)
         if self.participant.waiting_since is None:
             self._member.update(lambda p: replace(p, gpus=(self._wanted_on,), needs=(wanted,)))
             self._touch(now)
@@ -308,6 +312,14 @@ class GpuSharing:
             self._admitted_at = now
             return True
         return isinstance(decision, NeverFits)
+
+    def _is_sure(self, now: float) -> bool:
+        """Return whether the records are new enough to know that nobody who shares has what is wanted.
+
+        They are at once where nobody else has shared for a while: then a program that runs out of memory need not wait.
+        """
+        alone = self._alone_since is not None and now - self._alone_since > _SURE_S
+        return alone or now - self._wanted_since > _SURE_S
 
     def _say_wanted(self, wanted: int, now: float) -> None:
         if now - self._wanted_since > _UNSAID_S and not self._wanted_said:

@@ -395,6 +395,20 @@ async def test_an_allocation_beyond_the_whole_gpu_fails_at_once(host, tmp_path, 
         assert await one.run("print(intact())") == "True"
 
 
+async def test_beside_programs_that_do_not_share_a_kernel_that_is_the_only_one_to_share_waits_for_nobody(
+    host, tmp_path, monkeypatch
+):
+    async with host.notebook("one", gpu_sharing="room") as one:
+        await host.allocate(one, 8, 1, A)
+        host.driver.start({A: 60 * MIB})
+        await one.run(GROW)
+        await until(lambda: sharing(one)._alone_since is not None)
+        monkeypatch.setattr("jupyter_gpu_ckpt.kernel.gpu_sharing._SURE_S", 1e6)
+        sharing(one)._alone_since = -1e9  # for longer than that
+        assert await one.run(f"print(grow(40, {str(tmp_path / 'never')!r}))") == NO_MEMORY
+        assert await one.run("print(intact())") == "True"
+
+
 async def test_in_room_memory_of_programs_that_do_not_share_is_not_waited_for_without_end(host):
     async with host.notebook("one", gpu_sharing="room") as one:
         await host.allocate(one, 60, 1, A)

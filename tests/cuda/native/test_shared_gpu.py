@@ -106,7 +106,7 @@ async def test_memory_is_taken_from_the_idle_one_and_a_cell_without_cuda_moves_n
 
 
 def looks() -> bool:
-    """Whether the server has a thread that looks at kernels that share GPUs."""
+    """Return whether the server has a thread that looks at kernels that share GPUs."""
     return any(thread.name == "gpu-ckpt-sharing" for thread in threading.enumerate())
 
 

@@ -594,7 +594,7 @@ class Lost:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("op", ["cuda.state", "nvml.processes", "nvml.gpus", "cuda.lock", "cuda.checkpoint"])
+@pytest.mark.parametrize("op", ["cuda.state", "nvml.users", "nvml.gpus", "cuda.lock", "cuda.checkpoint"])
 def test_the_helper_is_killed_on_the_way_out(rig, op, when):
     """Also when nobody heard that the driver had locked or suspended the process already."""
     lost = Lost(rig.driver, op, when)

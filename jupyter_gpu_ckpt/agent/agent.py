@@ -42,6 +42,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -169,18 +170,27 @@ class Agent:
         """
         errors: list[str] = []
         trimmed, rehomed = 0, 0
+        seconds, since = dict[str, float](), time.perf_counter()
+
+        def measure(part: str) -> None:
+            nonlocal since
+            seconds[part], since = time.perf_counter() - since, time.perf_counter()
+
         for callback in tuple(self.on_quiesce):
             probes.probe(errors, "on_quiesce", callback, None)
         still_deleted: list[dict[str, Any]] | None = None
         try:
             probes.probe(errors, "flush", self._flush, None)
+            measure("flush")
             if content.get("trim", True):
                 probes.probe(errors, "release", self.magics.release, 0)
                 # For a save point the kernel waits only for what may have become garbage lately, or has device memory.
                 youngest = 1 if content.get("summary") and not gpu_memory.loaded() else 2
                 probes.probe(errors, "gc", lambda: gc.collect(youngest), None)
+                measure("gc")
                 # This fails after an error of CUDA; the driver may be able to suspend the process all the same.
                 trimmed = probes.probe(errors, "trim", gpu_memory.trim, 0)
+                measure("trim")
             if content.get("files", True):
                 # For what is closed to be opened again, too.
                 limits.require_headroom(descriptors=0)
@@ -192,15 +202,17 @@ class Agent:
                     self._watches_cells = True
                 self._history.close()
                 self._iopub.unbind()
+                measure("files")
             report = probes.report(self._kernel, self._iopub.port, errors)
             if content.get("summary"):
                 report["summary"] = probes.probe(errors, "summary", lambda: summary.summary(self._shell), {})
             report["tracked"] = probes.probe(errors, "trackers", self._trackers.living, [])
             report["pipe_port"] = self._iopub.port  # open in the image, as a child has it, too
+            measure("report")
         except BaseException:  # also KeyboardInterrupt: SIGINT reaches handlers as it reaches cells
             self._undo_quiesce(errors)
             raise
-        report.update(trimmed_bytes=trimmed, rehomed=rehomed)
+        report.update(trimmed_bytes=trimmed, rehomed=rehomed, seconds=seconds)
         if still_deleted is not None:
             report["deleted_mappings"] = still_deleted  # with the reasons
         return report

@@ -208,7 +208,8 @@ def test_output_before_a_quiesce_is_out_before_its_reply(start: Callable[..., An
     )
     kernel.run(f"{log}; f.stream.write('unflushed')")
     kernel.run("import sys; sys.__stdout__.write('x'); None")
-    kernel.report("quiesce")
+    seconds = kernel.report("quiesce")["seconds"]
+    assert list(seconds) == ["flush", "gc", "trim", "files", "report"] and min(seconds.values()) > 0
     assert "unflushed" in Path(f"/proc/{kernel.pid}/cwd/log").read_text()
 
 

@@ -23,6 +23,8 @@ def begin_mirror(kernel: KernelState) -> bool:
     Not if host memory is too small for all of it; then a copy that is not allowed any more is given up.  Raises as
     `FastPath.begin_mirror`.
     """
+    if kernel.require_capsule().host_pid not in cuda_processes.candidates(kernel):
+        return False  # a kernel without CUDA is not disturbed
     fast_path, amounts = kernel.fast_path(), cuda_processes.amounts(kernel)
     if not amounts.allocations:
         return False

@@ -61,6 +61,8 @@ class IdleSaves:
                 await provisioner.mirror()
             except GpuCkptError as error:
                 provisioner.log.info("Kernel %s is not mirrored while it is idle: %s", kernel_id, error.code)
+            except Exception:  # of one kernel; the others are mirrored all the same
+                provisioner.log.exception("Kernel %s is not mirrored while it is idle", kernel_id)
 
     async def round(self) -> None:
         """Save the kernels that are due, one after the other."""

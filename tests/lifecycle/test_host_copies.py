@@ -27,9 +27,10 @@ class World:
 
     def start(self, name: str, gib: int, *, copied: int = 0, limit: int | None = None, state: State = State.RUNNING):
         kernel = SimpleNamespace(home=SimpleNamespace(kernel_id=name), attempt=None, refuses=False, begun=0)
+        kernel.uses_cuda = True
         kernel.bytes, kernel.copied = gib * GIB, copied * GIB
         kernel.settings, kernel.machine = SimpleNamespace(host_copy_bytes=limit), SimpleNamespace(state=state)
-        kernel.require_capsule = lambda: SimpleNamespace(host_pid=1)
+        kernel.require_capsule = lambda: SimpleNamespace(host_pid=kernel)
         path = SimpleNamespace(kept_bytes=lambda: kernel.copied, begin_mirror=lambda: self._begin(kernel))
         path.give_up_copy = lambda: self._give_up(kernel)
         kernel.fast_path = lambda: path
@@ -60,7 +61,7 @@ def world(monkeypatch):
         monkeypatch.setattr(host_copies, "available_memory", world.available)
         monkeypatch.setattr(host_copies, "spare_memory", lambda: world.spare)
         processes = host_copies.cuda_processes
-        monkeypatch.setattr(processes, "candidates", lambda kernel: [kernel])
+        monkeypatch.setattr(processes, "candidates", lambda kernel: [kernel] if kernel.uses_cuda else [])
         amounts = lambda kernel: Amounts(bool(kernel.bytes), kernel.bytes, kept=kernel.copied)  # noqa: E731
         monkeypatch.setattr(processes, "amounts", amounts)
         return world
@@ -93,6 +94,9 @@ def test_a_copy_that_is_not_allowed_any_more_is_given_up(world):
 def test_a_kernel_without_memory_costs_nothing(world, monkeypatch):
     kernel = world(128).start("one", 0)
     monkeypatch.setattr(host_copies, "available_memory", lambda: pytest.fail("it was inspected"))
+    assert not host_copies.begin_mirror(kernel)
+    kernel.uses_cuda = False
+    monkeypatch.setattr(host_copies.cuda_processes, "amounts", lambda kernel: pytest.fail("its library was reached"))
     assert not host_copies.begin_mirror(kernel)
     assert kernel.begun == 0
 

@@ -74,6 +74,16 @@ async def test_a_framework_s_row(bench, monkeypatch):
     assert {"out lock", "out swap_out", "out driver", "back driver", "back swap_in"} <= {*run.steps["cupy"]}
 
 
+async def test_the_row_of_a_copy_that_stays(bench, monkeypatch):
+    """Each round copies all of it anew."""
+    table, run = bench
+    run.medians |= {f"torch {what}": 1.0 for what in ("tensors off", "all off", "back")}
+    monkeypatch.setattr(table, "GIB", 60 * MIB / table.EACH)
+    figures = await table.kept(run, "kept")
+    assert [figure.most for figure in figures] == [1.1, 1.1, 1.1, None]
+    assert figures[3].met
+
+
 async def test_the_rows_of_jax_and_of_a_small_context(bench):
     table, run = bench
     figures = await table.jax_as_it_comes(run, "jax-peak", peak=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +90,129 @@ def test_transfers_to_servers_that_this_machine_lacks_are_left_out(monkeypatch, 
     said = capsys.readouterr().out
     assert said.count("left out: no such server") == 2
     assert "directory  pull" in said
+
+
+# -- the table of docs/performance.md (device_memory.py), which needs a GPU
+
+
+@pytest.fixture
+def table(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    spec = importlib.util.spec_from_file_location("bench_device_memory", BENCH / "device_memory.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # for its data classes
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_s_groups_are_its_rows_with_what_their_limits_need(table, capsys):
+    assert table.main(["--plan"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()] == [*table.ROWS, "together"]
+    grouped = [row for rows in table.GROUPS.values() for row in rows]
+    assert sorted([*grouped, "bus", "driver"]) == sorted(table.ROWS)
+    assert table.plan(["cupy", "large"])[:4] == ["bus", "driver", "torch", "cupy"]
+    for group in table.GROUPS:  # ten minutes a command, of which the machine's set-up takes one
+        assert sum(table.ROWS[row].seconds for row in table.plan([group])) < 540
+    with pytest.raises(SystemExit):
+        table.main(["--plan", "cuppy"])
+    assert "no such row: cuppy" in capsys.readouterr().err
+
+
+def _ran(table, tmp_path, monkeypatch, rows, seconds=1000.0):
+    """Run rows of figures, or of errors, instead of those on a GPU."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(table, "available_memory", lambda: 64 << 30)
+    bench, report = table.Bench(tmp_path, tmp_path, 5), table.Report({"gpu": "none"})
+
+    def running(figures):
+        async def run(bench, name):
+            bench.steps[name] = {"dump": 0.5}
+            if isinstance(figures, Exception):
+                raise figures
+            return figures
+
+        return run
+
+    known = {name: table.Row(running(figures), 10, **more) for name, (figures, more) in rows.items()}
+    monkeypatch.setattr(table, "ROWS", known)
+    table.run(list(known), bench, report, seconds=seconds)
+    return report, json.loads((tmp_path / "device-memory-bench.json").read_text())
+
+
+def test_the_table_has_each_limit_and_whether_it_is_met(table, tmp_path, monkeypatch):
+    figures = [
+        table.Figure("16 GiB: back", [0.5, 0.4, 0.6], most=0.5),
+        table.Figure("16 GiB: all off", [0.7, 0.9, 0.8], most=0.75),
+        table.Figure("by the library", [94.9], "%", least=95.0),
+        table.Figure("training", [1.0], "", 1.01, 0.99),
+        table.Figure("the bus", [51.26], "GB/s"),
+    ]
+    report, written = _ran(table, tmp_path, monkeypatch, {"torch": (figures, {"modules": ()})})
+    assert report.table().splitlines()[2:] == [
+        "| 16 GiB: back | 0.500 s (0.400 to 0.600) | <= 0.500 s | met |",
+        "| 16 GiB: all off | 0.800 s (0.700 to 0.900) | <= 0.750 s | MISSED |",
+        "| by the library | 94.9 % | >= 95.0 % | MISSED |",
+        "| training | 1.000 | >= 0.990, <= 1.010 | met |",
+        "| the bus | 51.3 GB/s |  |  |",
+    ]
+    assert report.status() == 3
+    first = written["rows"]["torch"][0]
+    assert (first["values"], first["median"], first["most"], first["met"]) == ([0.5, 0.4, 0.6], 0.5, 0.5, True)
+    assert written["rows"]["torch"][4]["met"] is None
+    assert written["steps"] == {"torch": {"dump": 0.5}}
+
+
+def test_rows_that_break_or_cannot_run_are_named_beside_the_others(table, tmp_path, monkeypatch):
+    fine = [table.Figure("x", [0.1], most=0.2)]
+    rows = {
+        "broken": (RuntimeError("no"), {"modules": ()}),
+        "needs-it": (fine, {"modules": (), "needs": ("broken",)}),
+        "lacking": (fine, {"modules": ("no_such_framework",)}),
+        "large": (fine, {"modules": (), "host_gib": 65}),
+        "fine": (fine, {"modules": ()}),
+    }
+    report, written = _ran(table, tmp_path, monkeypatch, rows)
+    assert list(report.figures) == ["fine"]
+    assert written["others"] == {
+        "broken": "broke: RuntimeError: no",
+        "needs-it": "left out: there is no figure of broken",
+        "lacking": "left out: no_such_framework is not installed",
+        "large": "left out: it needs 65 GiB of host memory, and 64 are free",
+    }
+    assert report.status() == 1
+    report, _ = _ran(table, tmp_path, monkeypatch, {"fine": (fine, {"modules": ()})}, seconds=9.0)
+    assert report.others == {"fine": "not reached: about 10 s, of which fewer were left"}
+
+
+def test_the_sums_of_the_table_s_program_count_each_bit_and_its_position(table):
+    """PyTorch's, with a device that every machine has."""
+    pytest.importorskip("torch")
+    program: dict = {}
+    exec(table.PROGRAMS["torch"].code.replace("'cuda'", "'cpu'"), program)
+    program["begin"]()
+    program["fill"](131)
+    x, before = program["x"], program["check"]()
+    assert [each.numel() for each in x] == [128 << 17, 3 << 17]
+    assert before == program["check"]()
+    x[1][77] ^= 1
+    assert program["check"]()[1] != before[1]
+    x[1][77] ^= 1
+    x[0][[5, 6]] = x[0][[6, 5]]
+    assert program["check"]()[0] != before[0]
+    program["change"]()
+    program["drop"]()
+    assert not x
+
+
+@pytest.mark.parametrize("part", ["BUS", "SUBJECT", "ALONE"])
+def test_the_table_s_other_programs_are_programs(table, part):
+    names = {"gib": 16, "rounds": 5, "mib": 64, "pid": 1, "code": table.PROGRAMS["torch"].code}
+    compile(getattr(table, part).format(**names), part, "exec")
+
+
+def test_the_table_s_frameworks_have_programs(table):
+    for name, program in table.PROGRAMS.items():
+        defined = {node.name for node in ast.parse(program.code).body if isinstance(node, ast.FunctionDef)}
+        assert {"begin", "fill", "check", "touch", "drop"} <= defined, name
+        ast.parse(program.loop)

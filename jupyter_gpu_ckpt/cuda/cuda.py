@@ -6,6 +6,7 @@ resume: ``restore``, ``unlock``; `lifecycle` decides when.  No method tries anyt
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import math
@@ -30,6 +31,9 @@ QUICK_TIMEOUT_S = 30.0
 
 #: How the paths of the driver's device files begin.
 DEVICE_FILES = "/dev/nvidia"
+
+#: Part of the paths of NCCL's sockets, and the name of PyTorch's thread that watches a process group of NCCL.
+_NCCL_SOCKET, _NCCL_WATCHDOG = "/nccl-socket-", "pt_nccl_watchdg"
 
 _UUID = re.compile(r"GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
@@ -101,12 +105,21 @@ class Cuda(Facade):
         """Return whether the process has loaded NCCL.  Reads /proc only.  PyTorch loads it in every process."""
         return "/libnccl.so" in self._read(pid, "maps")
 
-    def has_nccl_memory(self, pid: int) -> bool:
-        """Return whether the process shares host memory with others by NCCL, or did before.  Reads /proc only.
+    def communicates_by_nccl(self, pid: int) -> bool:
+        """Return whether the process has a communicator of NCCL with others of this host.  Reads /proc only.
 
-        Its files have that name (NCCL's source, misc/shmutils.cc), and are deleted once they are mapped.
+        It has a socket of NCCL's (its source, misc/ipcsocket.cc), by which the ranks pass each other their device
+        memory, or has mapped NCCL's files (misc/shmutils.cc), which are deleted then: by what the GPUs support.  A
+        process group of PyTorch has a thread besides, which watches it.
         """
-        return "/shm/nccl-" in self._read(pid, "maps")
+        if self._is_hidden(pid):
+            return False
+        if "/shm/nccl-" in self._read(pid, "maps"):
+            return True
+        try:
+            return _has_thread(pid, _NCCL_WATCHDOG) or _has_unix_socket(pid, _NCCL_SOCKET)
+        except OSError as error:
+            raise _unreadable(pid, error) from error
 
     def device_files(self, pid: int) -> list[str]:
         """Return the ``/dev/nvidia*`` that the process has open or mapped, sorted; none may be left before a dump."""
@@ -221,6 +234,20 @@ class Cuda(Facade):
             return procfs.read(f"/proc/{pid}/{name}")
         except OSError as error:
             raise _unreadable(pid, error) from error
+
+
+def _has_thread(pid: int, name: str) -> bool:
+    for tid in procfs.threads(pid):
+        with contextlib.suppress(*procfs.GONE):  # this thread has ended
+            if procfs.stat(pid, tid).name == name:
+                return True
+    return False
+
+
+def _has_unix_socket(pid: int, part: str) -> bool:
+    """Return whether the process has a unix socket open whose path has this part; abstract ones have paths, too."""
+    own = {target for _, target in procfs.links(pid)}
+    return any(part in row[7] and f"socket:[{row[6]}]" in own for row in procfs.sockets("unix", pid) if len(row) > 7)
 
 
 def _is_same_file(pid: int, other: int, number: int) -> bool:

@@ -159,7 +159,7 @@ class Amounts:
     ``kept``: bytes of host memory with a copy of what is on the device, so that the next suspend moves less.
     ``mirrors``: whether that copy is being made.
     ``managed``: number of allocations of managed memory, at least, which the library does not serve.  ``shared``:
-    number of those that it serves and has given other processes a handle of (CUDA IPC).  ``touches``: number of calls
+    number of those of which it, or the program, has given other processes a handle.  ``touches``: number of calls
     that found the launch gate closed, since it was closed the last time.
     """
 
@@ -516,6 +516,10 @@ class FastPath:
         except _Refused as error:
             _log.info("Device memory is not copied ahead of a suspend: %s", error)
             return amounts
+
+    def give_up_copy(self) -> None:
+        """Free host memory that is kept for the next suspend, and keep none before.  Raises as `amounts`."""
+        self._keep(0)
 
     def _keep(self, bytes: int) -> Amounts:
         """Set how much host memory may be kept, end a mirror, and return the amounts then.  Raises as `amounts`."""

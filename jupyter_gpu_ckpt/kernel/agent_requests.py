@@ -19,7 +19,7 @@ from ..errors import BadRequest, GpuCkptError, StateError
 from ..gate.gate import Gate
 from ..image import save_point
 from ..image.image import Image
-from ..lifecycle import going_back, host_memory, preflight, suspend
+from ..lifecycle import cuda_processes, going_back, host_memory, preflight, suspend
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.rates import RATES
 from .panel import Panel
@@ -123,7 +123,9 @@ class AgentRequests:
         except GpuCkptError as error:  # an answer without the GPUs is better than none
             findings.append(preflight.PreflightFinding(error.code, error.message, error))
         tree = lifecycle.capsule.processes()
-        findings += preflight.judge_report(report, gpus=len(device), writes=writes, tree=tree)
+        own = lifecycle.engine.gpus.used_by(lifecycle.capsule.host_pid) if device else {}
+        by_driver = cuda_processes.moved_by_driver(lifecycle.kernel, own)
+        findings += preflight.judge_report(report, gpus=len(own), by_driver=by_driver, writes=writes, tree=tree)
         resident = host_memory.resident(lifecycle.kernel)
         estimate = RATES.estimate(resident, sum(device.values()))
         return {

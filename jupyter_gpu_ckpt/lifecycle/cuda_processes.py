@@ -100,7 +100,7 @@ def shared(kernel: KernelState) -> list[errors.UnsupportedCuda]:
     if len(candidates(kernel)) < 2:
         return found
     using = states(kernel)  # forked children have loaded the driver, and do not use CUDA
-    peers = [pid for pid in using if _unless_ended(kernel, pid, cuda.has_nccl_memory)]
+    peers = [pid for pid in using if _unless_ended(kernel, pid, cuda.communicates_by_nccl)]
     if len(peers) > 1:
         found.append(_nccl_peers(peers))
     if len(using) > 1 and (count := sum(amounts(kernel, pid).shared for pid in using)):
@@ -135,6 +135,11 @@ def slow_children(kernel: KernelState, used: Mapping[str, int]) -> list[str]:
         if pid != own and bytes > MUCH and process and (why := kernel.fast_path(pid=pid).why_slow(bytes)):
             found.append(f"Device memory of {process.shown()} (pid {pid}) moves at the driver's own rate: {why}.")
     return found
+
+
+def moved_by_driver(kernel: KernelState, own: Mapping[str, int]) -> bool:
+    """Return whether the driver has to move most of what the kernel's process has: ``own``, in bytes by GPU UUID."""
+    return bool(own) and bool(kernel.fast_path().why_slow(sum(own.values())))
 
 
 def swapped_out(kernel: KernelState, pids: Iterable[int]) -> bool:

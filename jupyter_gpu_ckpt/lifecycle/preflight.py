@@ -23,6 +23,9 @@ from ..units import counted, size
 
 #: Bytes of an image beside memory: CRIU's tables, the manifest, ghost files.
 MARGIN = 64 << 20
+#: The part of host memory that is free where extents stay that a kernel does not need (as in `memory_pressure.c`), and
+#: its least bytes: programs may allocate as many until these extents are given up.
+SPARE, LEAST_SPARE = 8, 2 << 30
 #: Processes whose pages a dump may have written more often than the image will have them.
 _LEAD = 2
 
@@ -119,6 +122,12 @@ def all_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return all
 
 
+def spare_memory() -> int:
+    """Return the bytes of host memory that stay free beside copies of device memory; 0: there is too little for any."""
+    spare = all_memory() // SPARE
+    return spare if spare >= LEAST_SPARE else 0
+
+
 def _of_machine(name: str) -> int:
     match = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     return int(match.group(1)) * 1024 if match else 0
@@ -164,6 +173,7 @@ def inspect(
     has_agent: bool = False,
     swapped_out: int = 0,
     kept: int = 0,
+    make_room: Callable[[int], object] = lambda bytes: None,
     spillable: Callable[[], int] = int,
     over_quota: Callable[[int], GpuCkptError | None] = lambda needed: None,
     why_not: Callable[[int], str] = lambda pid: "",
@@ -174,6 +184,7 @@ def inspect(
     ``disk_free``: bytes for the image; None for a suspend, which writes none.  ``has_agent``: whether an agent ends a
     debugger that was turned off.  ``swapped_out``: bytes of device memory in host memory, and in no process.
     ``kept``: bytes of host memory that have a copy of device memory already.
+    ``make_room``: called with the bytes that are needed of host memory where it is too small; may free some.
     ``spillable``: called where host memory is too small, returns the bytes of device memory that can go to the disk.
     ``over_quota``: returns why an image of so many bytes is refused, if it is.  ``why_not``: returns why one of
     the ``companions`` prevents a suspend or a checkpoint, if it does.
@@ -196,6 +207,8 @@ def inspect(
             refusals.append(errors.UnsupportedTerminal(f"The kernel's terminals could not come back: {obstacle}."))
             break
     to_host = on_device = sum(device_bytes.values())
+    if on_device and available_memory() + kept < to_host + MARGIN:
+        make_room(to_host + MARGIN - kept)
     if on_device and (available := available_memory() + kept) < to_host + MARGIN:
         to_host -= spillable()
         available = available_memory() + kept  # the kernel's library may have been freeing some, after a resume
@@ -309,19 +322,42 @@ def judge_requests(cells: int, others: Sequence[str], *, awaits_input: bool = Fa
     return findings
 
 
+def jax_on_several_gpus() -> errors.UnsupportedCuda:
+    """Return the refusal of what the NVIDIA driver 580.159 does not restore (`agent.probes.jax_preallocates`)."""
+    message = "JAX has preallocated memory on several GPUs, which the NVIDIA driver does not bring back."
+    hint = (
+        "Start the kernel with the library for device memory (`fast_path`), with XLA_PYTHON_CLIENT_PREALLOCATE=false, "
+    )
+    return errors.UnsupportedCuda(message, hint=hint + "or show it one GPU (CUDA_VISIBLE_DEVICES).")
+
+
+def _pools_of_several_gpus() -> errors.UnsupportedCuda:
+    """Return the refusal of what the NVIDIA driver 580.159 spoils (`agent.probes.torch_pools`)."""
+    message = (
+        "PyTorch's backend cudaMallocAsync lets several GPUs use each other's pools, from which the NVIDIA driver "
+    )
+    hint = "Start the kernel without backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF, or show it one GPU "
+    return errors.UnsupportedCuda(message + "allocates no more after a suspend.", hint=hint + "(CUDA_VISIBLE_DEVICES).")
+
+
 def judge_report(
-    report: Mapping[str, Any], *, gpus: int = 0, writes: bool = True, tree: Sequence[int] = ()
+    report: Mapping[str, Any],
+    *,
+    gpus: int = 0,
+    by_driver: bool = False,
+    writes: bool = True,
+    tree: Sequence[int] = (),
 ) -> list[PreflightFinding]:
     """Return the findings from the agent's report, of a kernel that has memory of so many ``gpus``.
 
-    ``writes``: an image is to be written; a suspend does not.  ``tree``: the processes of the kernel's tree,
-    itself first; connections between them come back.
+    ``by_driver``: whether the driver moves most of that memory.  ``writes``: an image is to be written; a suspend does
+    not.  ``tree``: the processes of the kernel's tree, itself first; connections between them come back.
     """
     findings = []
-    if gpus > 1 and report.get("jax_preallocates"):
-        message = "JAX has preallocated memory on several GPUs, which the NVIDIA driver does not bring back."
-        hint = "Start the kernel with XLA_PYTHON_CLIENT_PREALLOCATE=false, or show it one GPU (CUDA_VISIBLE_DEVICES)."
-        findings.append(blocking(errors.UnsupportedCuda(message, hint=hint)))
+    if gpus > 1 and by_driver and report.get("jax_preallocates"):
+        findings.append(blocking(jax_on_several_gpus()))
+    if gpus > 1 and report.get("torch_pools"):
+        findings.append(blocking(_pools_of_several_gpus()))
     if report.get("debugger"):
         findings.append(blocking(errors.DebuggerAttached("The kernel's debugger is in use.")))
     # Root's CRIU opens them through /proc/PID/map_files, an ordinary user's may not.  Shared ones get a name first.

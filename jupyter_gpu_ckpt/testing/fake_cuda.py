@@ -154,6 +154,7 @@ class FakeDriver:
             "nvml.gpus": self._nvml_gpus,
             "nvml.free": self._nvml_free,
             "nvml.processes": self._nvml_processes,
+            "nvml.users": self._nvml_users,
             "nvml.mps_clients": self._nvml_mps_clients,
             "nvml.utilisation": self._nvml_utilisation,
             "nvml.process_utilisation": self._nvml_process_utilisation,
@@ -244,6 +245,9 @@ class FakeDriver:
         self._known(uuid)
         return [(pid, p.there[uuid]) for pid, p in self.processes.items() if p.on_gpu and uuid in p.memory]
 
+    def _nvml_users(self) -> list[tuple[str, list[tuple[int, int | None]]]]:
+        return [(uuid, self._nvml_processes(uuid)) for uuid in self.gpus]
+
     def _nvml_mps_clients(self, uuid: str) -> list[int]:
         self._known(uuid)
         return [pid for pid, p in self.processes.items() if p.mps and p.on_gpu and uuid in p.memory]
@@ -287,13 +291,16 @@ class FakeCuda(Cuda):
         living = [self.driver.processes[owner] for owner in owners if owner in self.driver.processes]
         return pid in owners or (process.inherited and any(map(has_same, living)))
 
+    def communicates_by_nccl(self, pid: int) -> bool:
+        return self.driver.processes[pid].nccl
+
     def _read(self, pid: int, name: str) -> str:
         real.check_pid(pid)
         process = self.driver.processes.get(pid)
         if process is None:
             raise CudaError(f"There is no process {pid}.", pid=pid)
         libraries = {"/usr/lib/libcuda.so.1": process.cuda, "/usr/lib/libcupti.so.13": process.profiled}
-        libraries |= dict.fromkeys(("/usr/lib/libnccl.so.2", "/run/shm/nccl-Gm3dZs (deleted)"), process.nccl)
+        libraries |= {"/usr/lib/libnccl.so.2": process.nccl}
         return "".join(f"{path}\n" for path, loaded in libraries.items() if loaded and name == "maps")
 
 

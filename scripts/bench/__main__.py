@@ -34,13 +34,14 @@ SCRIPTS = (
     "remote.py",
     "gpu.py",
     "fastpath.py",
+    "device_memory.py",
 )
 DEADLINE = 3600.0  # seconds for one of them
 
 
 def outcome(script: str) -> tuple[str, int]:
     """Run one; what became of it in words, and the status it contributes."""
-    if script in ("gpu.py", "fastpath.py") and (reason := why_no_gpu()):
+    if script in ("gpu.py", "fastpath.py", "device_memory.py") and (reason := why_no_gpu()):
         return f"left out: {reason}", 0
     print(f"\n== {script}", flush=True)
     try:

@@ -100,7 +100,7 @@ KINDS = {
     "expandable": _library(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
     "jax": _library(FILL_JAX, XLA_PYTHON_CLIENT_PREALLOCATE="false"),
     "jax-preallocated": _library(FILL_JAX),  # three quarters of the card, with so much of them in use
-    "exchange": Kind({"gpu_sharing": "turns"}, exchanges=True),
+    "exchange": Kind({"gpu_sharing": "turns", "host_copy_bytes": 0}, exchanges=True),
     "exchange-mirrored": Kind(
         {"gpu_sharing": "turns", "host_copy_bytes": 1 << 50}, mirrors=True, exchanges=True, rounds=3
     ),

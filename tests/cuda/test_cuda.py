@@ -1,6 +1,9 @@
 """`Cuda`: what the driver's answers become, and what needs no driver."""
 
 import os
+import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -53,6 +56,29 @@ class TestCuda:
             assert not cuda.uses_cuda(os.getpid())
             assert cuda.device_files(os.getpid()) == []
             assert cuda._helper.pid is None
+
+    @pytest.mark.parametrize("name", ["\0/tmp/nccl-socket-0-840b4f60b1dfa869", "/tmp/nccl-socket-1-ef1f1062e0c09dd6"])
+    def test_a_socket_of_nccl_s_shows_that_a_process_communicates_by_it(self, tmp_path, name):
+        """Abstract, or a file (NCCL_IPC_USE_ABSTRACT_SOCKET=0)."""
+        path = name if name[0] == "\0" else f"{tmp_path}{name}"
+        os.makedirs(f"{tmp_path}/tmp")
+        with Cuda() as cuda:
+            assert not cuda.communicates_by_nccl(os.getpid())
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+                end.bind(path)
+                assert cuda.communicates_by_nccl(os.getpid())
+                assert not cuda.communicates_by_nccl(os.getppid()), "it is another process's"
+            assert not cuda.communicates_by_nccl(os.getpid())
+
+    def test_a_process_group_s_watchdog_shows_that_a_process_communicates_by_nccl(self):
+        code = "import ctypes, threading, sys; ready = threading.Event()\n"
+        code += "threading.Thread(target=lambda: (ctypes.CDLL(None).prctl(15, b'pt_nccl_watchdg'), ready.set(),"
+        code += " sys.stdin.read())).start(); ready.wait(); print(flush=True)"
+        with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            with Cuda() as cuda:
+                assert cuda.communicates_by_nccl(process.pid)
+            process.stdin.close()
 
     def test_a_thread_is_not_a_process(self):
         ready, leave = threading.Event(), threading.Event()

@@ -612,9 +612,9 @@ def test_an_interrupt_ends_the_risky_cell_that_waits_and_nothing_else(up: World,
 
 def test_an_interrupt_while_a_risky_cell_waits_reaches_a_kernel_that_works(up: World, tmp_path: Path) -> None:
     """A widget's callback, or what a tool executes silently."""
-    client = with_risky(up)
-    silent = client.execute(wait_for(tmp_path / "never"), silent=True)
-    until(lambda: up.gate.pending == ["execute_request"], "it is under way")
+    client, began = with_risky(up), tmp_path / "began"
+    silent = client.execute(f"open({str(began)!r}, 'w').close()\n{wait_for(tmp_path / 'never')}", silent=True)
+    until(began.exists, "it runs: ipykernel ignores signals before")
     risky = client.execute(RISKY)
     until(lambda: up.gate.queued == 1, "the cell is kept")
     assert not up.gate.interrupt()

@@ -11,6 +11,7 @@ from harness import notebook
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.cuda.cuda import CudaState
+from jupyter_gpu_ckpt.errors import UnsupportedCuda
 from jupyter_gpu_ckpt.lifecycle import compatibility, host_memory, preflight, resume
 from jupyter_gpu_ckpt.lifecycle.plans import State
 
@@ -215,9 +216,15 @@ async def test_device_memory_that_host_memory_is_too_small_for(tmp_path, runtime
 
 
 @pytest.mark.two_gpus
-async def test_blocks_of_two_gpus_that_work_together(tmp_path, runtime_base, record):
+@pytest.mark.parametrize(
+    ("allocator", "kept"),
+    [("", 0), ("", 8 << 30), ("expandable_segments:True", 8 << 30)],
+    ids=["default", "default-kept", "expandable-kept"],
+)
+async def test_blocks_of_two_gpus_that_work_together(tmp_path, runtime_base, monkeypatch, record, allocator, kept):
     """Each may use the other's memory, where it could before."""
-    async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
+    async with notebook(tmp_path, runtime_base, fast_path="auto", host_copy_bytes=kept) as kernel:
         await kernel.run(
             "import torch\n"
             "x = torch.randn(1 << 28, device='cuda:0'); y = x.to('cuda:1') * 2\n"
@@ -231,6 +238,19 @@ async def test_blocks_of_two_gpus_that_work_together(tmp_path, runtime_base, rec
             assert await kernel.run("print(same())", 120) == "True"
             await kernel.settled("running")
         record(peers=await kernel.run("print(peers)"))
+
+
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("fast_path", ["auto", "off"])
+async def test_pools_of_two_gpus_are_refused(tmp_path, runtime_base, monkeypatch, fast_path):
+    """The driver 580.159 allocates no more from a pool that another GPU may use, once it was suspended."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    async with notebook(tmp_path, runtime_base, fast_path=fast_path) as kernel:
+        await kernel.run("import torch\nx = torch.ones(1 << 20, device='cuda:0'); y = x.to('cuda:1') * 2")
+        for verb in ("suspend", "checkpoint"):
+            with pytest.raises(UnsupportedCuda, match="cudaMallocAsync"):
+                await getattr(kernel.provisioner, verb)()
+        assert await kernel.run("print(float((x.to('cuda:1') + y).sum()))") == str(3.0 * (1 << 20))
 
 
 async def goes_on_after_both_tiers(kernel, step: str) -> None:

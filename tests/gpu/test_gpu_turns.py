@@ -136,6 +136,33 @@ async def test_a_kernel_comes_back_on_another_gpu_that_is_free(tmp_path, runtime
         assert first.uuid != second.uuid
 
 
+@pytest.mark.alone
+@pytest.mark.two_gpus
+async def test_three_kernels_each_get_a_gpu_that_is_free(tmp_path, runtime_base, subject, gpus, record):
+    """Of two GPUs, on each of which only one of them fits: two compute at the same time, the third has its turn."""
+    first, second, *_ = gpus.list()
+    async with shared(tmp_path, runtime_base, 3) as kernels:
+        for index, gpu in enumerate((first, second)):
+            subject().run(HOG.format(bytes=gpu.free - LEFT - GIB, index=index), 120)
+
+        def where(kernel) -> set[str]:
+            return set(gpus.used_by(kernel.lifecycle.capsule.host_pid))
+
+        one, two, three = kernels
+        long = [asyncio.create_task(kernel.run("compute(12.0)", timeout=200)) for kernel in (one, two)]
+        await until(lambda: one.state == two.state == "running")
+        places = [where(one), where(two)]
+        assert sorted(map(sorted, places)) == sorted([[first.uuid], [second.uuid]])
+        began = time.monotonic()
+        await three.run("compute(0.5)", timeout=120)
+        record(third_s=round(time.monotonic() - began, 2), its=sorted(where(three)))
+        assert not all(task.done() for task in long), "the third one has waited for the end of a cell"
+        await asyncio.gather(*long)
+        for kernel in kernels:
+            assert await kernel.run("print(intact())", timeout=120) == "True"
+        record(swaps=[len(kernel.provisioner.sharing.participant.swaps) for kernel in kernels], places=places)
+
+
 #: All of the memory that is left but what no context fits into.
 FILL = """
 import torch

@@ -225,6 +225,7 @@ async def test_ranks_that_communicate_by_nccl_are_refused_by_name(workers, recor
     assert await workers.run(start) == "[2.0, 2.0]"
     states = using(workers)
     assert len(states) == 2
+    record(shared=[cuda_processes.amounts(workers.lifecycle.kernel, pid).shared for pid in states])
     for verb in ("suspend", "checkpoint"):
         with pytest.raises(Exception, match=r"\[NCCL_PEERS\]"):
             await getattr(workers.provisioner, verb)()

@@ -485,7 +485,7 @@ def test_a_driver_that_does_not_answer_for_one_process_while_another_is_locked(f
 
     monkeypatch.setattr(family.driver, "call", held_up)
     monkeypatch.setattr(cuda_processes, "_GRACE", 0.5)
-    monkeypatch.setattr(FakeCuda, "has_nccl_memory", lambda *_: False)
+    monkeypatch.setattr(FakeCuda, "communicates_by_nccl", lambda *_: False)
     for fake in family.fakes.values():
         fake.nccl = nccl
     kernel = family.lifecycle.kernel

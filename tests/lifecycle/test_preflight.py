@@ -224,10 +224,19 @@ def test_a_shared_mapping_of_a_deleted_file_forbids_nothing(monkeypatch):
 
 def test_jax_s_preallocated_memory_on_several_gpus_is_refused():
     report = {"jax_preallocates": True}
-    assert judge_report(report) == judge_report(report, gpus=1) == judge_report({}, gpus=2) == []
-    (finding,) = judge_report(report, gpus=2)
+    assert judge_report(report, gpus=1, by_driver=True) == judge_report({}, gpus=2, by_driver=True) == []
+    assert judge_report(report, gpus=2) == [], "the library moves it"
+    (finding,) = judge_report(report, gpus=2, by_driver=True)
     assert isinstance(finding.error, UnsupportedCuda)
     assert "XLA_PYTHON_CLIENT_PREALLOCATE" in finding.error.hint
+
+
+def test_pools_of_several_gpus_are_refused():
+    report = {"torch_pools": True}
+    assert judge_report(report, gpus=1) == judge_report({}, gpus=2) == []
+    (finding,) = judge_report(report, gpus=2)
+    assert isinstance(finding.error, UnsupportedCuda)
+    assert "PYTORCH_CUDA_ALLOC_CONF" in finding.error.hint
 
 
 def test_a_process_that_ends_is_not_one_that_hides_itself():

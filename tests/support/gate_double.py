@@ -14,6 +14,8 @@ class GateDouble:
         self.calls: list[str] = []
         self.fails: dict[str, GpuCkptError] = {}
         self.errors_seen: list[GpuCkptError] = []
+        #: Of the agent.
+        self.report: dict[str, Any] = {}
 
     def _do(self, name: str) -> None:
         self.calls.append(name)
@@ -57,7 +59,7 @@ class GateDouble:
 
     def request(self, msg_type: str, content: dict[str, Any], timeout: float) -> dict[str, Any]:
         self._do(msg_type)
-        return {"status": "ok", "report": {}}
+        return {"status": "ok", "report": dict(self.report)}
 
     @property
     def serves(self) -> bool:

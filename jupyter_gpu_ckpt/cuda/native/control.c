@@ -59,6 +59,7 @@
 #include "ipc.h"
 #include "launch_gate.h"
 #include "managed.h"
+#include "mappings.h"
 #include "mirror.h"
 #include "published.h"
 #include "rwlock_release.h"
@@ -256,7 +257,8 @@ static void reply(const char *verb)
                           "\"kept\": %zu, \"mirrors\": %d, \"managed\": %zu, \"shared\": %zu, \"touches\": %d, "
                           "\"seconds\": %.6f}\n",
                           CONTROL_VERSION, result, amounts.allocations, amounts.bytes, amounts.swapped_out,
-                          amounts.kept, mirror_runs(), managed_count(), allocations_shared(), atomic_load(&gpu_ckpt_published.touches),
+                          amounts.kept, mirror_runs(), managed_count(), allocations_shared() + mappings_exported(),
+                          atomic_load(&gpu_ckpt_published.touches),
                           now() - began);
     send_reply(line, (size_t)length, descriptor);
     swap_free_host();

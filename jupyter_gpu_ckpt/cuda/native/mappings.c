@@ -24,6 +24,7 @@ struct memory {
     size_t mappings, gone; /* of them those that a swap has unmapped */
     size_t kept;           /* reasons to leave it to the driver */
     bool counted;
+    bool exported;       /* another process may have it */
     bool in_use;         /* of a call, when a swap was planned */
     CUdeviceptr address; /* of the mapping that it is copied by; 0: it is not swapped */
     CUcontext context;
@@ -44,7 +45,7 @@ static struct mapping *mappings;
 static size_t memory_count, memory_slots, mapping_count, mapping_slots;
 static struct mapping_call *calls;
 static CUcontext contexts[MAX_DEVICES];
-static atomic_size_t total, total_bytes, orphans;
+static atomic_size_t total, total_bytes, total_exported, orphans;
 static atomic_bool noted; /* a context, at any time */
 static atomic_int away;   /* memory is swapped out */
 
@@ -57,7 +58,8 @@ void mappings_in_child(void)
 {
     memories = NULL;
     mappings = NULL;
-    memory_count = memory_slots = mapping_count = mapping_slots = total = total_bytes = orphans = 0;
+    memory_count = memory_slots = mapping_count = mapping_slots = 0;
+    total = total_bytes = total_exported = orphans = 0;
     calls = NULL;
     memset(contexts, 0, sizeof contexts);
     noted = false;
@@ -140,8 +142,12 @@ void mappings_total(size_t *number, size_t *bytes)
     *bytes = total_bytes;
 }
 
+size_t mappings_exported(void) { return total_exported; }
+
 static void remove_memory(struct memory *memory)
 {
+    if (memory->exported)
+        total_exported--;
     size_t behind = memory_count - (size_t)(memory - memories) - 1;
     memmove(memory, memory + 1, behind * sizeof *memory);
     memory_count--;
@@ -414,6 +420,17 @@ void mappings_keep(const struct mapping_call *call, bool keeps)
         keep(memory, keeps);
     for (size_t at = first_mapping(call->address); touches(at, call->address, call->bytes); at++)
         keep(find_memory(mappings[at].handle), keeps);
+    table_unlock();
+}
+
+void mappings_note_exported(const struct mapping_call *call)
+{
+    table_lock();
+    struct memory *memory = find_memory(call->handle);
+    if (memory != NULL && !memory->exported) {
+        memory->exported = true;
+        total_exported++;
+    }
     table_unlock();
 }
 

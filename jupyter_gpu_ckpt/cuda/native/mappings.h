@@ -59,6 +59,11 @@ void mappings_access_set(struct mapping_call *call, const CUmemAccessDesc *acces
  * done. */
 void mappings_keep(const struct mapping_call *call, bool keep);
 
+/* Note that another process may have the memory of a call by its handle, for as long as it exists; the number of such
+ * memories, at any time. */
+void mappings_note_exported(const struct mapping_call *call);
+size_t mappings_exported(void);
+
 /* Whether the program has mapped memory there. */
 bool mappings_contain(CUdeviceptr address);
 

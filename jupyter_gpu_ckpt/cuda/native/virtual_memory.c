@@ -182,7 +182,10 @@ CUresult cuMemExportToShareableHandle(void *shareable, CUmemGenericAllocationHan
         return original->cuMemExportToShareableHandle(shareable, handle, type, flags);
     if (!begin_keeping(&call))
         return CUDA_ERROR_INVALID_VALUE;
-    return end_keeping(&call, original->cuMemExportToShareableHandle(shareable, call.original, type, flags));
+    CUresult result = original->cuMemExportToShareableHandle(shareable, call.original, type, flags);
+    if (result == CUDA_SUCCESS)
+        mappings_note_exported(&call);
+    return end_keeping(&call, result);
 }
 
 /* Also memory of cuMemAlloc that the library serves can be given away by its address. */

@@ -139,6 +139,17 @@ def test_memory_that_others_may_have_is_the_drivers(ask, control, call):
     assert ask("holds('a'), holds('b'), unmap('a'), release('x')") == (3, 4, 0, 0)
 
 
+def test_memory_that_another_process_may_have_is_counted(ask, control):
+    assert ask("mapped('a', 'x', 3, exportable=True), mapped('b', 'y', 4, exportable=True)") == (0, 0)
+    assert control.ask("status")["shared"] == 0
+    assert ask("export('x'), export('x')") == (0, 0)
+    assert control.ask("status")["shared"] == 1
+    assert ask("release('x')") == 0
+    assert control.ask("status")["shared"] == 1, "it is mapped"
+    assert ask("unmap('a')") == 0
+    assert control.ask("status")["shared"] == 0
+
+
 REFUSED = ["bind('x', multicast=1)", "bind_address('a', multicast=1)", "export('x')"]
 
 

@@ -170,7 +170,7 @@ def test_a_save_point_is_read_while_the_present_state_is_written(kernel, monkeyp
 
 @pytest.mark.parametrize("memory", ["enough for both", "short"])
 def test_a_save_point_is_read_while_the_kernel_is_suspended(kernel, monkeypatch, memory):
-    """Where the memory that is still on the GPU will have its space, too."""
+    """The memory that is still on the GPU must have its space in host memory, too."""
     point, seen = kernel.lifecycle.save(SavePoint("one")), {}
     both = point.manifest.swapped_bytes + kernel.held()
     monkeypatch.setattr(host_memory, "all_memory", lambda: 8)

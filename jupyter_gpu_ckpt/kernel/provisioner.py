@@ -209,7 +209,7 @@ class GpuCkptProvisioner(LocalProvisioner):
     ).tag(config=True)
     gpu_sharing = Enum(
         ["off", "room", "turns"],
-        "off",
+        "room",
         help="How kernels share GPUs with those of other servers and users that share them, too. `off`: each keeps its "
         "memory, and a wake without enough free memory fails with GPU_FULL. `room`: the longest idle kernels leave the "
         "GPU when another needs their memory; a wake waits for that. `turns`: kernels that compute and do not fit "

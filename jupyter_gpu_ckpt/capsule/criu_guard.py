@@ -49,6 +49,8 @@ _TRAP = 1 << signal.SIGTRAP - 1
 #: Seconds for a process that goes on after a stop to get a processor.
 _NOTICE_TIMEOUT = 0.1
 _CONT, _CHLD = 1 << signal.SIGCONT - 1, 1 << signal.SIGCHLD - 1
+#: Stop signals that a process can take from its queue: not SIGSTOP.
+_STOPS = sum(1 << each - 1 for each in (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU))
 _STOP_NOTICES = (os.CLD_STOPPED, os.CLD_CONTINUED, os.CLD_TRAPPED)
 _SIGINFO_BYTES = 128
 #: Seconds in which a released process is back in its stop, which takes a moment unless the machine is overloaded.
@@ -377,8 +379,8 @@ def unguard(
             resume(pid, leaders.get(pid))
 
 
-def _repair(process: _SavedProcess) -> None:
-    """Put a process back into its state before the dump.  It is stopped before and after."""
+def _repair(process: _SavedProcess, ran: bool) -> None:
+    """Put a process back into its state before the dump.  It is stopped before and after.  ``ran``: before that."""
     pid = process.pid
     stop(pid, time.monotonic() + STOP_TIMEOUT)
     with Injection.into(pid) as injection, ExitStack() as stack:
@@ -409,6 +411,19 @@ def _repair(process: _SavedProcess) -> None:
         for mapping in parasite:
             injection.call("munmap", mapping.start, mapping.end - mapping.start)
         _drop_guard(injection)
+        if not ran:
+            _drop_stop_signals(injection)
+
+
+def _drop_stop_signals(injection: Injection) -> None:
+    """Drop stop signals that wait for a process that somebody has stopped: SIGCONT would.
+
+    CRIU sends it the one that stopped it before it detaches, and was killed in between.
+    """
+    empty = struct.pack("=Q", _STOPS) + bytes(_SIGINFO_BYTES + 16)
+    with injection.on_stack(empty) as address:
+        while injection.call("rt_sigtimedwait", address, address + 8, address + 8 + _SIGINFO_BYTES, 8) > 0:
+            pass
 
 
 def _is_displaced(process: _SavedProcess, leader: Tracee, parasite: list[MemoryMapping]) -> bool:
@@ -515,14 +530,13 @@ class CriuGuard:
             for process in self._processes:
                 stack.callback(self._after, process, success)
 
-    @staticmethod
-    def _after(process: _SavedProcess, success: bool) -> None:
+    def _after(self, process: _SavedProcess, success: bool) -> None:
         try:
             if success:
                 _unguard(process.pid)
                 stop(process.pid, time.monotonic() + STOP_TIMEOUT)  # until it is back in the stop
             else:
-                _repair(process)
+                _repair(process, process.pid in self._ran)
         except Exception:
             if _lives(process.pid):
                 raise

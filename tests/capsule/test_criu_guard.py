@@ -360,6 +360,21 @@ def test_a_failed_inspection_leaves_no_guard(process, monkeypatch, undone):
     until(lambda: criu_guard._state(process.pid, process.pid) == "S")
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_stop_signal_that_a_killed_criu_leaves_is_dropped(process, monkeypatch, stopped):
+    """CRIU sends a stopped process the signal that stopped it once more, before it detaches; one that ran keeps it."""
+    pid = process.pid
+    if stopped:
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: criu_guard._all_stopped(pid), "it is stopped")
+    guard = criu_guard.CriuGuard(pid, time.monotonic() + 5)
+    os.kill(pid, signal.SIGTSTP)
+    monkeypatch.setattr(guard, "resume", lambda: None)
+    guard.finish(success=False)
+    until(lambda: criu_guard._all_stopped(pid), "it is back in its stop")
+    assert bool(criu_guard._signals(pid, pid, "ShdPnd") & 1 << signal.SIGTSTP - 1) is not stopped
+
+
 def test_a_process_that_cannot_be_repaired_continues_all_the_same(process, monkeypatch):
     """And so do those that come after it: a stop that stays is what nobody could undo any more."""
     stopped = criu_guard.CriuGuard(process.pid, time.monotonic() + 5)

@@ -82,6 +82,27 @@ UNPROVEN = [
         UnsupportedSocket,
         "SCM_RIGHTS",
     ),
+    (
+        "import socket; a, b = (socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2))\n"
+        "a.bind('asks.sock'); b.bind('answers.sock'); c = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "c.sendto(b'nobody', 'answers.sock'); a.sendto(b'question', 'answers.sock')",
+        "b.recv(9); assert b.recvfrom(9) == (b'question', 'asks.sock')",
+        UnsupportedSocket,
+        "from a socket with a name (asks.sock)",
+    ),
+    (
+        "import socket; a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "b.setsockopt(socket.SOL_SOCKET, 29, 1); a.send(b'x')",
+        "b.recv(9)",
+        UnsupportedSocket,
+        "a message with a time stamp (SO_TIMESTAMP)",
+    ),
+    (
+        "import ctypes, os; fd = ctypes.CDLL(None).syscall(434, os.getpid(), os.O_EXCL); assert fd > 0",
+        "os.close(fd)",
+        UnsupportedFile,
+        "a pidfd of a thread (PIDFD_THREAD, descriptor ",
+    ),
 ]
 
 
@@ -139,6 +160,33 @@ async def test_a_kernel_that_is_not_dumpable_is_refused_in_words(kernel):
         await kernel.provisioner.checkpoint()
     assert "PR_SET_DUMPABLE" in caught.value.message
     assert await kernel.run("ctypes.CDLL(None).prctl(4, 1, 0, 0, 0); x = 41") == ""
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(x)") == "41"
+
+
+@pytest.mark.skipif(ROOT, reason="root searches any directory: `tests/test_rootless.py` runs this as somebody else")
+@pytest.mark.parametrize(
+    ("use", "mode", "words"),
+    [
+        ("f = open('in/file', 'w+')", 0, "/in/file, in a directory that this user may not search"),
+        ("os.chdir('in/side')", 0, "/in/side, in a directory that this user may not search"),
+        (
+            "f = open('in/file', 'w+'); os.link('in/file', 'in/another'); os.unlink('in/file')",
+            0o500,
+            "a directory that its user may not write to",
+        ),
+    ],
+    ids=["open", "the working directory", "deleted, with another name"],
+)
+async def test_a_file_in_a_directory_that_was_closed_after_it_was_opened_is_refused(kernel, use, mode, words):
+    """No wake could find it, or remove what the dump makes there."""
+    await kernel.run(f"import os; os.makedirs('in/side'); top = os.path.abspath('in'); {use}; os.chmod(top, {mode})")
+    with pytest.raises(UnsupportedFile) as caught:
+        await kernel.provisioner.checkpoint()
+    assert words in caught.value.message
+    assert (caught.value.left, "chmod u+" in caught.value.hint) == ("the kernel runs on", True)
+    left = "print([name for name in os.listdir(top) if name.startswith('link_remap')])"
+    assert await kernel.run(f"os.chmod(top, 0o700); x = 41; {left}") == "[]"
     await kernel.provisioner.checkpoint()
     assert await kernel.run("print(x)") == "41"
 

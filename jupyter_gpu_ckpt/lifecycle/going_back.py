@@ -150,6 +150,8 @@ def _why_not_kept(path: str, image: Image, file: KeptFile | None) -> str:
         return "program code is copied on Btrfs and XFS only"
     if file is None and not was.get("writes"):
         return "it was only read, and only small files are copied then"
+    if file is not None and not file.mode & stat.S_IRUSR:
+        return "its owner may not read it"
     return "it was too large (`save_point_file_bytes`), or the disk was full"
 
 

@@ -185,7 +185,9 @@ def put_files_back(image: Image, paths: Iterable[str], files: Readable, present:
         try:
             kept_files.put_back(path, kept[path], directory)
         except OSError as error:
-            raise MissingFile(f"{path} cannot be put back: {error.strerror}.", culprit=path) from error
+            folder = Path(path).parent
+            hint = None if folder.is_dir() else f"Make the directory {folder} again, and try again."
+            raise MissingFile(f"{path} cannot be put back: {error.strerror}.", hint=hint, culprit=path) from error
 
 
 def put_missing_files_back(store: Store, image: Image) -> None:

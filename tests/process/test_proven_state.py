@@ -151,6 +151,48 @@ async def test_an_administrator_may_let_it(tmp_path, runtime_base):
         assert await kernel.run("print(x)") == "41"
 
 
+#: A program that gets its system calls as signals where its selector says so (prctl(2)): always, or never now.
+DISPATCHES = r"""
+import subprocess
+source = r'''
+#include <sys/prctl.h>
+#include <stdio.h>
+#include <pthread.h>
+#include <unistd.h>
+volatile char selector;
+void *dispatch(void *all) {
+    if (prctl(59, 1, 0, 0, &selector)) return 0;
+    puts("ready"); fflush(stdout);
+    selector = all != 0;
+    while (selector) ;
+    for (;;) pause();
+}
+int main(int count, char **words) {
+    pthread_t thread;
+    if (words[1][0] == 'm') dispatch(words[1][1] ? &thread : 0);
+    pthread_create(&thread, 0, dispatch, 0);
+    pthread_join(thread, 0);
+}
+'''
+subprocess.run(["cc", "-pthread", "-x", "c", "-o", "dispatches", "-"], input=source.encode(), check=True)
+program = subprocess.Popen(["./dispatches", "WHERE"], stdout=subprocess.PIPE)
+assert program.stdout.readline().strip() == b"ready"
+"""
+
+
+@pytest.mark.parametrize("where", ["m", "main and now", "thread"])
+async def test_system_calls_that_become_signals_are_refused_and_stay_so(kernel, where):
+    await kernel.run(DISPATCHES.replace("WHERE", where))
+    with pytest.raises(UnprovenState) as caught:
+        await kernel.provisioner.checkpoint()
+    assert "PR_SET_SYSCALL_USER_DISPATCH" in caught.value.message
+    assert "dispatches" in caught.value.message
+    assert caught.value.left == "the kernel runs on"
+    assert await kernel.run("print(program.poll()); program.kill(); n = program.wait()") == "None"
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(n)") == "-9"
+
+
 @pytest.mark.skipif(ROOT, reason="root may look into any process: `tests/test_rootless.py` runs this as somebody else")
 async def test_a_kernel_that_is_not_dumpable_is_refused_in_words(kernel):
     await kernel.run("import ctypes; print(ctypes.CDLL(None).prctl(4, 0, 0, 0, 0))")

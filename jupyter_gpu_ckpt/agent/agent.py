@@ -11,12 +11,13 @@ kernel has too little of (threads, descriptors, memory), if that is why.
     Return the report of preflight; changes nothing.
 ``gpu_ckpt_summary_request``  {}
     Return the summary of the variables (`summary`), to be compared with that of a save point; changes nothing.
-``gpu_ckpt_quiesce_request``  {"trim": true, "files": true, "summary": false}
+``gpu_ckpt_quiesce_request``  {"trim": true, "files": true, "summary": false, "writes": true}
     Flush all output.  ``trim``: release the variables that ``%gpu_checkpoint --drop`` named (for good, also if the
     checkpoint fails), collect garbage and free the caches of GPU libraries.  ``files``: close or replace what CRIU
     cannot save or restore: a debugger that was turned off (until it is turned on again), the history database, the TCP
     listener for children's output, shared mappings of deleted files.  ``summary``: the report has a summary of the
-    variables, for a save point.  An error reply means that all of it was undone.
+    variables, for a save point.  ``writes``: an image is to be written.  An error reply means that all of it was
+    undone.
 ``gpu_ckpt_thaw_request``  {"environ": {"NAME": "value" | null}, "notice": "text for the next cell's output",
 "again": false}
     Set (null: unset) environment variables and undo quiesce.  ``again``: the kernel has come back from a save point,
@@ -42,6 +43,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +57,8 @@ from .sigterm import ignore_sigterm
 from .trackers import Trackers
 
 NAME = "_jupyter_gpu_ckpt_agent"
+#: Seconds since the end of the last cell.
+_JUST_USED_S = 60.0
 
 
 class Agent:
@@ -67,6 +71,8 @@ class Agent:
         self._iopub = IOPub(kernel)
         self._trackers = Trackers()
         self._watches_cells = False
+        #: The end of the last cell, in seconds of `time.monotonic`.
+        self._used_at = time.monotonic()
         self.server = ServerChannel(kernel)
         self.magics = GpuMagics(shell, kernel, self.server, lambda: self._iopub.port)
         #: Called without arguments on the main thread: before anything else of a quiesce, and after a thaw.
@@ -90,6 +96,7 @@ class Agent:
         self.magics.register()
         probes.probe([], "trackers", self._trackers.watch, None)
         self._notices: list[str] = []
+        self._shell.events.register("post_execute", self._note_use)
         self._shell.input_transformers_cleanup.append(unmarked)
         if os.environ.pop("JUPYTER_GPU_CKPT_SAVE_AFTER_CELLS", ""):
             self._shell.events.register("post_run_cell", self._save_after_cell)
@@ -107,6 +114,9 @@ class Agent:
         print(*self._notices, sep="\n", file=sys.stderr, flush=True)
         self._notices.clear()
 
+    def _note_use(self) -> None:
+        self._used_at = time.monotonic()
+
     def _save_after_cell(self, result: Any) -> None:
         """Called from IPython after each cell that is not silent; one that has requested something has its own save."""
         requested, self.server.scheduled_in_cell = self.server.scheduled_in_cell, False
@@ -121,6 +131,8 @@ class Agent:
             self._shell.events.unregister("post_run_cell", self._save_after_cell)
         with contextlib.suppress(ValueError):
             self._shell.input_transformers_cleanup.remove(unmarked)
+        with contextlib.suppress(ValueError):
+            self._shell.events.unregister("post_execute", self._note_use)
         self._undo_quiesce([])
         for verb in self._verbs:
             self._kernel.shell_handlers.pop(f"gpu_ckpt_{verb}_request", None)
@@ -169,18 +181,25 @@ class Agent:
         """
         errors: list[str] = []
         trimmed, rehomed = 0, 0
+        seconds, since = dict[str, float](), time.perf_counter()
+
+        def measure(part: str) -> None:
+            nonlocal since
+            seconds[part], since = time.perf_counter() - since, time.perf_counter()
+
         for callback in tuple(self.on_quiesce):
             probes.probe(errors, "on_quiesce", callback, None)
         still_deleted: list[dict[str, Any]] | None = None
         try:
             probes.probe(errors, "flush", self._flush, None)
+            measure("flush")
             if content.get("trim", True):
                 probes.probe(errors, "release", self.magics.release, 0)
-                # For a save point the kernel waits only for what may have become garbage lately, or has device memory.
-                youngest = 1 if content.get("summary") and not gpu_memory.loaded() else 2
-                probes.probe(errors, "gc", lambda: gc.collect(youngest), None)
+                probes.probe(errors, "gc", lambda: gc.collect(self._oldest_garbage(content)), None)
+                measure("gc")
                 # This fails after an error of CUDA; the driver may be able to suspend the process all the same.
                 trimmed = probes.probe(errors, "trim", gpu_memory.trim, 0)
+                measure("trim")
             if content.get("files", True):
                 # For what is closed to be opened again, too.
                 limits.require_headroom(descriptors=0)
@@ -192,15 +211,17 @@ class Agent:
                     self._watches_cells = True
                 self._history.close()
                 self._iopub.unbind()
+                measure("files")
             report = probes.report(self._kernel, self._iopub.port, errors)
             if content.get("summary"):
                 report["summary"] = probes.probe(errors, "summary", lambda: summary.summary(self._shell), {})
             report["tracked"] = probes.probe(errors, "trackers", self._trackers.living, [])
             report["pipe_port"] = self._iopub.port  # open in the image, as a child has it, too
+            measure("report")
         except BaseException:  # also KeyboardInterrupt: SIGINT reaches handlers as it reaches cells
             self._undo_quiesce(errors)
             raise
-        report.update(trimmed_bytes=trimmed, rehomed=rehomed)
+        report.update(trimmed_bytes=trimmed, rehomed=rehomed, seconds=seconds)
         if still_deleted is not None:
             report["deleted_mappings"] = still_deleted  # with the reasons
         return report
@@ -233,6 +254,18 @@ class Agent:
         self._iopub.listen_at(content.get("ports") or {})
         self._after_reply.append(lambda: identity.sign_as(self._kernel, made["session"], str(content["key"])))
         return {**made, "probe_errors": errors}
+
+    def _oldest_garbage(self, content: dict[str, Any]) -> int:
+        """Return the generation up to which a quiesce collects garbage.
+
+        To look through all objects takes 0.2 s where a framework is imported, in which 10 GiB of device memory leave
+        the GPU.  A suspend of a kernel that was just in use is not kept waiting by that: what is garbage in a cycle for
+        long moves with the rest.  Nor is a save, where it can be no device memory.
+        """
+        just_used = time.monotonic() - self._used_at < _JUST_USED_S
+        if (just_used and not content.get("writes", True)) or (content.get("summary") and not gpu_memory.loaded()):
+            return 1
+        return 2
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

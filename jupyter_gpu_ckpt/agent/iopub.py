@@ -49,13 +49,14 @@ class IOPub:
         child's output would be lost.  After failure: call `bind`.
         """
         port = self.port
-        if port is None or any(_listener(str(child["pid"]), port) for child in probes.children()):
+        listeners = _listeners(port) if port is not None else set[str]()
+        if port is None or any(_has(str(child["pid"]), listeners) for child in probes.children()):
             return False
         self._call(lambda: self._thread._pipe_in.socket.unbind(f"tcp://127.0.0.1:{port}"))
         self._unbound_port = port
         # libzmq's I/O thread closes the descriptor some time after unbind has returned.
         deadline = time.monotonic() + _DEADLINE
-        while _listener("self", port):
+        while _has("self", listeners):
             if time.monotonic() > deadline:
                 raise TimeoutError("the listener for children's output did not close")
             time.sleep(0.002)
@@ -117,12 +118,15 @@ class IOPub:
         return outcome.get("value")
 
 
-def _listener(pid: str, port: int) -> bool:
-    """Return whether a process has a listening socket on ``port`` (proc_pid_net(5): state 0A is LISTEN)."""
+def _listeners(port: int) -> set[str]:
+    """Return the sockets that listen on ``port``, as descriptors link to them (proc_pid_net(5): state 0A is LISTEN)."""
+    rows = probes.table("tcp")
+    return {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
+
+
+def _has(pid: str, sockets: set[str]) -> bool:
+    """Return whether a process has one of the ``sockets`` open."""
     try:
-        with open(f"/proc/{pid}/net/tcp", encoding="ascii") as table:
-            rows = [row.split() for row in table.readlines()[1:]]
-        listening = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
-        return bool(listening) and any(target in listening for _, target in probes.links(pid))
+        return any(target in sockets for _, target in probes.links(pid))
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False  # the process has ended, or is another user's

@@ -170,33 +170,46 @@ def foreign_sockets(own: tuple[set[int], set[str]]) -> list[dict[str, str]]:
     restored.  Reads /proc/self/net (proc(5)): to make socket objects may switch a user's socket to non-blocking.
     """
     ports, paths = own
-    tables: dict[str, dict[str, str]] = {}
-    for kind in ("tcp", "tcp6", "udp", "udp6"):
-        for row in _table(kind):
-            own_channel = {int(row[1][-4:], 16), int(row[2][-4:], 16)} & ports
-            entry = {"kind": kind[:3], "local": _address(row[1]), "remote": _address(row[2])}
-            tables[row[9]] = {} if own_channel else entry
-    for row in _table("unix"):
-        if len(row) < 7:  # it continues the path of a socket that has a line break in it
-            continue
-        tables[row[6]] = {"kind": "unix", "local": row[7] if len(row) > 7 else "", "remote": ""}
-    for row in _table("netlink"):
-        tables[row[9]] = {"kind": "netlink", "local": f"protocol {row[1]}", "remote": ""}
+    sockets = [(number, target[8:-1]) for number, target in links() if target.startswith("socket:[")]
+    known = _described({inode for _, inode in sockets}, ports)
     found = []
-    for number, target in links():
-        if not target.startswith("socket:["):
-            continue
-        entry = tables.get(target[8:-1], {"kind": "other", "local": "", "remote": ""})
+    for number, inode in sockets:
+        entry = known.get(inode, {"kind": "other", "local": "", "remote": ""})
         if entry.get("kind") == "unix":
             if entry["local"] in paths or _peer_pid(number) == os.getpid():
                 continue
             entry = {**entry, "remote": _peer_path(number)}
         if entry:
-            found.append({**entry, "inode": target[8:-1]})
+            found.append({**entry, "inode": inode})
     return found
 
 
-def _table(kind: str) -> list[list[str]]:
+def _described(inodes: set[str], ports: set[int]) -> dict[str, dict[str, str]]:
+    """Return kind and addresses of these sockets by inode; of the kernel's own channels, at ``ports``, nothing.
+
+    Tables are read until all are found: Linux walks all of its hash table for one of TCP or UDP, milliseconds where a
+    machine has much memory, and most kernels have unix sockets only.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for row in table("unix"):
+        if len(row) < 7:  # it continues the path of a socket that has a line break in it
+            continue
+        found[row[6]] = {"kind": "unix", "local": row[7] if len(row) > 7 else "", "remote": ""}
+    for kind in ("netlink", "tcp", "tcp6", "udp", "udp6"):
+        if inodes <= found.keys():
+            break
+        for row in table(kind):
+            if kind == "netlink":
+                found[row[9]] = {"kind": kind, "local": f"protocol {row[1]}", "remote": ""}
+                continue
+            own_channel = {int(row[1][-4:], 16), int(row[2][-4:], 16)} & ports
+            entry = {"kind": kind[:3], "local": _address(row[1]), "remote": _address(row[2])}
+            found[row[9]] = {} if own_channel else entry
+    return found
+
+
+def table(kind: str) -> list[list[str]]:
+    """Return the rows of a file of /proc/self/net (proc(5)), by fields."""
     path = f"/proc/self/net/{kind}"
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace", newline="\n") as file:
         return [line.split() for line in file.readlines()[1:]]

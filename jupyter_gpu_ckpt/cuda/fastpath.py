@@ -517,6 +517,10 @@ class FastPath:
             _log.info("Device memory is not copied ahead of a suspend: %s", error)
             return amounts
 
+    def give_up_copy(self) -> None:
+        """Free host memory that is kept for the next suspend, and keep none before.  Raises as `amounts`."""
+        self._keep(0)
+
     def _keep(self, bytes: int) -> Amounts:
         """Set how much host memory may be kept, end a mirror, and return the amounts then.  Raises as `amounts`."""
         try:

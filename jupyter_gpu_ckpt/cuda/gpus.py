@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,25 +80,20 @@ class Gpus(Facade):
         The process ids are the host's: in a container with a PID namespace they differ, or are missing.  A suspended
         process is not listed: it is not on the GPU.
         """
-        found: dict[int, int | None] = {}
-        for pid, used in self._call("nvml.processes", uuid=uuid):
-            before = found.get(pid)
-            # A process with a compute and a graphics context is listed twice, each time with all it uses.
-            found[pid] = used if before is None else max(before, used or 0)
-        return found
+        return _by_process(self._call("nvml.processes", uuid=uuid))
 
     def used_by(self, *pids: int) -> dict[str, int]:
         """Return the bytes by GPU that processes use now and need again after a suspend; ids as in `processes`."""
         found: dict[str, int] = {}
-        for gpu in self.list():
-            used = self.processes(gpu.uuid)
+        for uuid, listed in self._call("nvml.users"):
+            used = _by_process(listed)
             for pid in pids:
                 if (count := used.get(pid, 0)) is None:
                     # Counted as nothing, the process would be restored without a reservation, which destroys it.
                     message = "NVML does not report how much GPU memory the process uses."
-                    raise CudaError(message, pid=pid, uuids=[gpu.uuid])
+                    raise CudaError(message, pid=pid, uuids=[uuid])
                 if count:
-                    found[gpu.uuid] = found.get(gpu.uuid, 0) + count
+                    found[uuid] = found.get(uuid, 0) + count
         return found
 
     def mps_clients(self, uuid: str) -> set[int]:
@@ -153,6 +148,16 @@ class Gpus(Facade):
         except DriverRefused as refusal:
             message = f"NVML refused {op}: {refusal.name}."
             raise CudaError(message, nvml_error=refusal.number, nvml_name=refusal.name, **args) from refusal
+
+
+def _by_process(listed: Iterable[tuple[int, int | None]]) -> dict[int, int | None]:
+    """Return used bytes by process id; ``None`` where unknown."""
+    found: dict[int, int | None] = {}
+    for pid, used in listed:
+        before = found.get(pid)
+        # A process with a compute and a graphics context is listed twice, each time with all it uses.
+        found[pid] = used if before is None else max(before, used or 0)
+    return found
 
 
 def gpu_mapping(

@@ -79,6 +79,7 @@ def real_operations() -> dict[str, Operation]:
         "nvml.gpus": nvml.gpus,
         "nvml.free": nvml.free,
         "nvml.processes": nvml.processes,
+        "nvml.users": nvml.users,
         "nvml.mps_clients": nvml.mps_clients,
         "nvml.utilisation": nvml.utilisation,
         "nvml.process_utilisation": nvml.process_utilisation,

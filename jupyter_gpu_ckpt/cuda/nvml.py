@@ -59,9 +59,19 @@ class Nvml:
         return int(self._api.nvmlDeviceGetMemoryInfo(handle).free)
 
     def processes(self, uuid: str) -> list[tuple[int, int | None]]:
-        handle, api = self._handle(uuid), self._api
+        return self._running(self._handle(uuid))
+
+    def _running(self, handle: Any) -> list[tuple[int, int | None]]:
+        api = self._api
         running = api.nvmlDeviceGetComputeRunningProcesses(handle) + api.nvmlDeviceGetGraphicsRunningProcesses(handle)
         return [(process.pid, process.usedGpuMemory) for process in running]
+
+    def users(self) -> list[tuple[str, list[tuple[int, int | None]]]]:
+        """Return `processes` of each GPU, by UUID."""
+        if not self.open():
+            return []
+        handles = map(self._api.nvmlDeviceGetHandleByIndex, range(self._api.nvmlDeviceGetCount()))
+        return [(self._api.nvmlDeviceGetUUID(handle), self._running(handle)) for handle in handles]
 
     def mps_clients(self, uuid: str) -> list[int]:
         """Return the processes that use the GPU by the multi-process service; none where NVML cannot say."""

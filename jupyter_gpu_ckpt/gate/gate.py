@@ -96,6 +96,8 @@ class Gate:
         called with ``{"verb": "shutdown", "restart": bool}`` when the gate answered a ``shutdown_request`` for a kernel
         that is away, and with ``{"verb": "interrupt"}`` for each ``interrupt_request``.  Both are called on the gate's
         thread; they must not block, and must not call the gate.
+    on_work:
+        Called with the type of each client's request that is forwarded and does not only query; as these.
     kernel_id:
         For topics, the thread's name and the gate's identity at the kernel.
     identity:
@@ -119,6 +121,7 @@ class Gate:
         *,
         on_wake: Callable[[str], None],
         on_agent_request: Callable[[dict[str, Any]], None],
+        on_work: Callable[[str], None] = lambda msg_type: None,
         kernel_id: str,
         log: logging.Logger | logging.LoggerAdapter[Any] | None = None,
         identity: Mapping[str, Any] | None = None,
@@ -133,6 +136,7 @@ class Gate:
             loop=self._loop,
             on_wake=on_wake,
             on_agent_request=on_agent_request,
+            on_work=on_work,
             kernel_id=kernel_id,
             log=self._log,
             stable_name=stable_name,

@@ -99,6 +99,7 @@ class Router:
         loop: Loop,
         on_wake: Callable[[str], None],
         on_agent_request: Callable[[dict[str, Any]], None],
+        on_work: Callable[[str], None],
         kernel_id: str,
         log: logging.Logger | logging.LoggerAdapter[Any],
         stable_name: bool = True,
@@ -120,7 +121,7 @@ class Router:
         self._may_nudge = may_nudge
         #: Notices of `notify` that no cell has shown.
         self.notices: list[str] = []
-        self._on_wake, self._on_agent_request, self._log = on_wake, on_agent_request, log
+        self._on_wake, self._on_agent_request, self._on_work, self._log = on_wake, on_agent_request, on_work, log
         self._verifier = wire.session(front, history=True)
         self._signer = wire.session(back, history=False)
         self._internal = InternalRequests(self._signer)
@@ -581,6 +582,7 @@ class Router:
     def _forwarded(self, request: Request) -> None:
         if wakes(request):
             self.last_activity = time.monotonic()
+            self._notify(self._on_work, request.msg_type)
         else:
             self.queries += 1
         if self.notices and request.msg_type == "execute_request" and not request.content.get("silent", False):

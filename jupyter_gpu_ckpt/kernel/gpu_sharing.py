@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import functools
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from ..cuda.fastpath import SOCKET
 from ..cuda.gpus import Gpu
 from ..errors import CapsuleGone, GpuCkptError, GpuFull, GpuWaitCancelled, UnsupportedCuda
 from ..gate.gate import Gate
@@ -64,9 +67,11 @@ class DailySeconds:
 
 
 class GpuSharing:
-    """The part of one kernel.  ``turns``: whether it also yields its GPU in the middle of a cell.
+    """The part of one kernel, from its first call of CUDA on: before, it has no record, and is looked at in cells only.
 
-    ``visible``: CUDA_VISIBLE_DEVICES of the kernel; other GPUs are not for it.
+    ``turns``: whether it also yields its GPU in the middle of a cell.  ``visible``: CUDA_VISIBLE_DEVICES of the kernel;
+    other GPUs are not for it.  ``announces``: each of its processes that calls CUDA has the library, whose socket says
+    so; else they are asked.
     """
 
     def __init__(
@@ -78,11 +83,15 @@ class GpuSharing:
         *,
         turns: bool,
         visible: str | None,
+        announces: bool,
         is_protected: Callable[[], bool],
         log: logging.Logger | logging.LoggerAdapter[Any],
     ) -> None:
         self._lifecycle, self._gate, self._worker, self._exchange = lifecycle, gate, worker, exchange
         self._turns, self._visible, self._is_protected, self._log = turns, visible, is_protected, log
+        self._announces = announces
+        #: Whether the kernel has used CUDA, as far as it is known; and when that was looked for last.
+        self._takes_part, self._looked_at = False, float("-inf")
         self._member = Member(exchange, self)
         self._measured = self._refused_at = self._failed_at = self._too_early_at = float("-inf")
         self._move: Future[None] | None = None
@@ -96,6 +105,8 @@ class GpuSharing:
         self._wanted, self._wanted_since, self._may_have_more = 0, 0.0, False
         self._answered_at: float | None = None
         self._wanted_said = False
+        #: Since when no other kernel shares a GPU of this machine.
+        self._alone_since: float | None = None
         #: The GPU where a first context waits for memory, and since when it may be created there.
         self._wanted_on = ""
         self._admitted_at: float | None = None
@@ -103,13 +114,19 @@ class GpuSharing:
         self._present: Sequence[Gpu] = ()
         lifecycle.kernel.admission = self
         lifecycle.trace.sinks.append(self._stepped)
-        exchange.join(self._member)
+        lifecycle.on_state.append(lambda state: self.look())
+        self.look()
 
     def close(self) -> None:
         """End the kernel's part."""
         self._lifecycle.kernel.admission = None
         self._cancelled.set()
         self._exchange.leave(self._member)
+
+    def look(self) -> None:
+        """Have the exchange look at the kernel: its state has changed, or a cell begins.  Never blocks."""
+        with contextlib.suppress(RuntimeError):  # no more threads now: the next cell tries again
+            self._exchange.join(self._member)
 
     @property
     def participant(self) -> Participant:
@@ -139,7 +156,12 @@ class GpuSharing:
         return {**shown, "silent_bytes": self._exchange.silent_bytes(uuid)}
 
     def status(self) -> str:
-        """Return, for people, whether the kernel computes or waits, and how many others wait for its GPUs."""
+        """Return, for people, whether the kernel computes or waits, and how many others wait for its GPUs.
+
+        Nothing for a kernel that has not used CUDA.
+        """
+        if not self._takes_part:
+            return ""
         now, mine, waiting = time.monotonic(), self.participant, self.waiting()
         others = [
             each
@@ -162,8 +184,16 @@ class GpuSharing:
 
     # -- for the exchange
 
-    def observe(self, now: float) -> None:
-        """Bring the facts up to date: cells that began and ended, memory, calls at the launch gate."""
+    def observe(self, now: float) -> bool:
+        """Bring the facts up to date: cells that began and ended, memory, calls at the launch gate.
+
+        Return False for a kernel that has not used CUDA, and runs no cell in which it could.
+        """
+        if not self._takes_part:
+            works = self._lifecycle.state is State.RUNNING and self._gate.working
+            if not self._has_used_cuda(now, at_once=not works):
+                return works
+            self._takes_part = True
         state, is_protected = self._lifecycle.state, self._is_protected()
         can_leave = now - self._refused_at > _REFUSED_S
         used = self._protected.used(now, is_protected and self._is_waited_for())
@@ -182,6 +212,26 @@ class GpuSharing:
             self._observe_off_gpu(now)
         elif state is State.DEAD and self.participant.on:
             self._member.update(lambda p: replace(p.cell_ended(now), residence=Residence.AWAY, on=(), resident=()))
+        return True
+
+    def _has_used_cuda(self, now: float, *, at_once: bool) -> bool:
+        """Return whether the kernel has used CUDA; without the library not more than every few seconds in a cell."""
+        lifecycle = self._lifecycle
+        kernel = lifecycle.kernel
+        if kernel.saved.cuda:
+            return True
+        if kernel.capsule is None:
+            return False
+        if self._announces:
+            with contextlib.suppress(OSError):
+                return any(lifecycle.home.runtime_dir.glob(f"{SOCKET}*"))
+            return False
+        if not at_once and now - self._looked_at < _MEASURE_IDLE_S:
+            return False
+        self._looked_at = now
+        with contextlib.suppress(GpuCkptError):  # it has ended
+            return bool(cuda_processes.candidates(kernel))
+        return False
 
     def _is_waited_for(self) -> bool:
         """Return whether others wait for a GPU on which the kernel has memory and does not compute."""
@@ -191,6 +241,8 @@ class GpuSharing:
 
     def _observe_running(self, now: float) -> None:
         working, participant = self._gate.working, self.participant
+        others = any(each.kernel != participant.kernel for each in self._exchange.participants)
+        self._alone_since = None if others else self._alone_since or now
         if working or self._wanted:
             self._observe_wanted(now)
         computes = participant.turn is not None or participant.waiting_since is not None
@@ -239,7 +291,7 @@ class GpuSharing:
                 self._measure()  # which shows others what it needs
             if self._may_have_more and kernel.engine.gpus.free(self.participant.on[0]) < wanted:
                 self._say_wanted(wanted, now)
-            elif self._may_have_more or now - self._wanted_since > _SURE_S or self._exceeds_its_gpu(wanted):
+            elif self._may_have_more or self._is_sure(now) or self._exceeds_its_gpu(wanted):
                 self._answered_at = now
                 kernel.fast_path().open_launch_gate()
         finally:
@@ -248,7 +300,7 @@ class GpuSharing:
     def _admitted_to_its_first(self, wanted: int, now: float) -> bool:
         """Return whether a kernel without a context may try to create one now: it has a turn, or can have none."""
         if not self._may_have(wanted):
-            return now - self._wanted_since > _SURE_S
+            return self._is_sure(now)
         if self.participant.waiting_since is None:
             self._member.update(lambda p: replace(p, gpus=(self._wanted_on,), needs=(wanted,)))
             self._touch(now)
@@ -260,6 +312,14 @@ class GpuSharing:
             self._admitted_at = now
             return True
         return isinstance(decision, NeverFits)
+
+    def _is_sure(self, now: float) -> bool:
+        """Return whether the records are new enough to know that nobody who shares has what is wanted.
+
+        They are at once where nobody else has shared for a while: then a program that runs out of memory need not wait.
+        """
+        alone = self._alone_since is not None and now - self._alone_since > _SURE_S
+        return alone or now - self._wanted_since > _SURE_S
 
     def _say_wanted(self, wanted: int, now: float) -> None:
         if now - self._wanted_since > _UNSAID_S and not self._wanted_said:
@@ -414,9 +474,14 @@ class GpuSharing:
         ``elsewhere``: whether others of the same model will do.  ``early``: also for memory that another kernel is
         leaving, which becomes free bit by bit.  ``more``: and for what an allocation wants.  Raises
         `GpuFull` for what never fits, and without turns also for what does not fit beside programs that do not share;
-        `GpuWaitCancelled` if the place was given back, the exchange's error where it cannot decide, and as
-        `Cancellation.check`.
+        `GpuWaitCancelled` if the place was given back, the exchange's error where it cannot decide (`OSError` where it
+        can have no thread), and as `Cancellation.check`.
         """
+        self._takes_part = True
+        try:
+            self._exchange.join(self._member)
+        except RuntimeError as error:  # without a thread nothing is decided
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from error
         self._cancelled.clear()
         home, began, self._present = tuple(needs), time.monotonic(), present
         gpus = self._allowed(home, present) if elsewhere else home
@@ -472,13 +537,14 @@ class GpuSharing:
             return
         self._measured, now = float("-inf"), time.monotonic()
         used = self._exchange.used(now)
-        if self._lifecycle.kernel.saved.cuda:
-            if self.participant.arrives_early:  # perhaps nobody left, whatever a record said
-                self._too_early_at = now
-            self._member.update(lambda p: p.move_failed(now, used).cell_ended(now))
-        else:
-            self._ignored = 0
-            self._member.update(lambda p: _timed(p.arrived(now)))
+        with contextlib.suppress(OSError):  # the directory; the move has ended all the same
+            if self._lifecycle.kernel.saved.cuda:
+                if self.participant.arrives_early:  # perhaps nobody left, whatever a record said
+                    self._too_early_at = now
+                self._member.update(lambda p: p.move_failed(now, used).cell_ended(now))
+            else:
+                self._ignored = 0
+                self._member.update(lambda p: _timed(p.arrived(now)))
 
     def frees(self, begun: bool) -> None:
         """Show whether the kernel's memory becomes free bit by bit from now on, for the next kernel."""
@@ -555,6 +621,10 @@ class GpuSharing:
     # -- as a sink of the lifecycle's trace
 
     def _stepped(self, event: StepEvent) -> None:
+        with contextlib.suppress(OSError):  # the directory; the facts are changed, and the exchange says so
+            self._note_step(event)
+
+    def _note_step(self, event: StepEvent) -> None:
         if event.step == "cuda_resume":  # it may undo a suspend, of which no admission knows
             self._measured = float("-inf")
         if event.step != "cuda_suspend" or self.participant.residence is Residence.AWAY:

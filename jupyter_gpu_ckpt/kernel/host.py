@@ -296,9 +296,9 @@ class KernelHost:
         sockets = str(short_socket_path() or "") if rewritten is None else ""
         back = _back_info(directory, launch.front, sockets)
         with writing(directory):
-            for stale in directory.glob("*-[1-5]"):
+            for stale in (*directory.glob("*-[1-5]"), *directory.glob(f"{fastpath.SOCKET}*")):
                 if stale.is_socket():
-                    stale.unlink()
+                    stale.unlink(missing_ok=True)
             inside = back | {"ip": sockets} if sockets else back
             write_atomically(file, json.dumps(inside), durable=False)
         # 1 turns ipykernel's parent poller off: the kernel's parent is its root process, which ends with it.
@@ -318,7 +318,8 @@ class KernelHost:
             notebook=env.get("JPY_SESSION_NAME", ""),
             sockets=sockets,
         )
-        gate, lifecycle = self._prepare(engine, launch, session, back)
+        announces = launch.fast_path == "auto" and fastpath.VARIABLE in env
+        gate, lifecycle = self._prepare(engine, launch, session, back, announces=announces)
         if notice:
             gate.notify(notice)
         launched: Future[bool] = Future()
@@ -363,9 +364,12 @@ class KernelHost:
             self.worker.submit(functools.partial(self._connect_attached, lifecycle, gate, launch.start_timeout))
 
     def _prepare(
-        self, engine: Engine, launch: Launch, session: Session, back: dict[str, Any]
+        self, engine: Engine, launch: Launch, session: Session, back: dict[str, Any], *, announces: bool = False
     ) -> tuple[Gate, Lifecycle]:
-        """Make the gate and the lifecycle of a kernel that is about to be launched or attached."""
+        """Make the gate and the lifecycle of a kernel that is about to be launched or attached.
+
+        ``announces``: as for `GpuSharing`.
+        """
         registration, directory = self._registration, self.directory
         assert registration is not None and directory is not None
 
@@ -393,6 +397,7 @@ class KernelHost:
                 back,
                 on_wake=self._on_wake,
                 on_agent_request=self._on_agent_request,
+                on_work=self._on_work,
                 kernel_id=self.kernel_id,
                 log=self._log,
                 identity=session.identity,
@@ -427,7 +432,7 @@ class KernelHost:
         trace = Trace(self.kernel_id, [self._owner.step_traced, self._step_traced], self._owner.faults)
         self.lifecycle = lifecycle = Lifecycle(home, engine, gate, settings=launch.settings, trace=trace)
         lifecycle.on_state.append(functools.partial(self._note_state, lifecycle))
-        self._share(lifecycle, gate, launch)
+        self._share(lifecycle, gate, launch, announces=announces)
         return gate, lifecycle
 
     def _connect_launched(self, lifecycle: Lifecycle, gate: Gate, launch: Launch, launched: Future[bool]) -> None:
@@ -579,15 +584,12 @@ class KernelHost:
         if self.sharing is not None:
             self.sharing.give_back()
 
-    def _share(self, lifecycle: Lifecycle, gate: Gate, launch: Launch) -> None:
-        """Have a kernel take part in sharing GPUs, if that is configured."""
+    def _share(self, lifecycle: Lifecycle, gate: Gate, launch: Launch, *, announces: bool) -> None:
+        """Have a kernel take part in sharing GPUs, if that is configured and there may be any."""
         self._end_sharing()
         settings, gpus = launch.settings, lifecycle.engine.gpus
-        if settings.sharing == "off":
+        if settings.sharing == "off" or not fastpath.has_driver():
             return
-        with contextlib.suppress(GpuCkptError):
-            if not gpus.list():
-                return
         self.sharing = GpuSharing(
             lifecycle,
             gate,
@@ -595,6 +597,7 @@ class KernelHost:
             shared_exchange(gpus),
             turns=settings.sharing == "turns",
             visible=launch.env.get("CUDA_VISIBLE_DEVICES"),
+            announces=announces,
             is_protected=lambda: self.agent_requests.protection() is not None,
             log=self._log,
         )
@@ -615,6 +618,10 @@ class KernelHost:
     def _on_wake(self, msg_type: str) -> None:
         self._log.info("Waking kernel %s for a client's %s", self.kernel_id, msg_type)
         self.worker.submit(self._wake)
+
+    def _on_work(self, msg_type: str) -> None:
+        if self.sharing is not None:
+            self.sharing.look()
 
     def _wake(self) -> None:
         if (lifecycle := self.lifecycle) is None:

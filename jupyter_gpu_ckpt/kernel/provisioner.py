@@ -32,7 +32,7 @@ from ..image.encryption import Vault
 from ..image.quota import Quota
 from ..image.save_point import SavePoint, find
 from ..image.store import Image, Store
-from ..lifecycle import endings, going_back, host_memory, suspend
+from ..lifecycle import endings, going_back, host_copies, suspend
 from ..lifecycle.context import FilesChoice
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
@@ -183,14 +183,16 @@ class GpuCkptProvisioner(LocalProvisioner):
         "stand still; a kernel that shares device memory with other processes (CUDA IPC) needs that.",
     ).tag(config=True)
     host_copy_bytes = Int(
-        0,
+        None,
+        allow_none=True,
         min=0,
-        help="With `fast_path`: up to so many bytes of host memory keep a copy of a kernel's device memory after it "
-        "has come back to the GPU, so that its next suspend only copies what has changed. A larger kernel has none, "
-        "and it is given up when host memory becomes short. 0: none.",
+        help="With `fast_path`: up to so many bytes of host memory keep a copy of a kernel's device memory while it is "
+        "on the GPU, so that its next suspend only copies what has changed. A larger kernel has none, and it is given "
+        "up when host memory becomes short. 0: none. None: as many as leave an eighth of the server's memory free "
+        "and room to suspend all other kernels on the GPUs; none if it has less than 16 GiB.",
     ).tag(config=True)
     mirror_when_idle = Bool(
-        False,
+        True,
         help="With `host_copy_bytes`: copy a kernel's device memory to host memory in the background once it is idle, "
         "so that its suspend only copies what has changed since. The next cell that uses the GPU ends that.",
     ).tag(config=True)
@@ -207,7 +209,7 @@ class GpuCkptProvisioner(LocalProvisioner):
     ).tag(config=True)
     gpu_sharing = Enum(
         ["off", "room", "turns"],
-        "off",
+        "room",
         help="How kernels share GPUs with those of other servers and users that share them, too. `off`: each keeps its "
         "memory, and a wake without enough free memory fails with GPU_FULL. `room`: the longest idle kernels leave the "
         "GPU when another needs their memory; a wake waits for that. `turns`: kernels that compute and do not fit "
@@ -384,7 +386,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         def mirror() -> bool:
             lifecycle = self._checkpointable()
             try:
-                return lifecycle.state is State.RUNNING and host_memory.begin_mirror(lifecycle.kernel)
+                return lifecycle.state is State.RUNNING and host_copies.begin_mirror(lifecycle.kernel)
             except OSError as error:
                 raise GpuCkptError.from_exception(error) from error
 

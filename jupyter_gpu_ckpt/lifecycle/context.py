@@ -33,6 +33,7 @@ from ..image.manifest import Manifest
 from ..image.save_point import SavePoint
 from ..image.store import Image, Store
 from ..trace import Trace, TracedStep
+from . import preflight
 from .capsule_ahead import CapsuleAhead
 from .plans import MachineState, State, Step
 from .settings import LifecycleSettings
@@ -40,6 +41,8 @@ from .settings import LifecycleSettings
 #: Beginnings of names in a kernel's directory: of its own sockets (the library's, too, `fastpath.SOCKET`), and of those
 #: of its program that a branch has there.
 KERNEL_SOCKETS, MOVED = "kernel-", "moved-"
+#: Bytes of host memory for a copy of all device memory that a kernel can have.
+_ALL = 1 << 62
 
 
 class GateProtocol(Protocol):
@@ -81,6 +84,8 @@ class Engine:
     cuda: Cuda
     gpus: Gpus
     store: Store
+    #: The kernels of this server, by id, whatever their image directory.
+    kernels: weakref.WeakValueDictionary[str, KernelState] = field(default_factory=weakref.WeakValueDictionary)
 
 
 @dataclass
@@ -307,6 +312,9 @@ class KernelState:
     #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).
     supersedes_images: bool = False
 
+    def __post_init__(self) -> None:
+        self.engine.kernels[self.home.kernel_id] = self
+
     @property
     def is_being_ended(self) -> bool:
         """Return whether its owner ends the kernel: by its own request, or now."""
@@ -340,7 +348,10 @@ class KernelState:
         """Return the fast path of the kernel in ``capsule``, by default its own; or of process ``pid`` there."""
         capsule = capsule or self.require_capsule()
         child = pid if pid != capsule.host_pid else None
-        return FastPath(capsule, self.engine.cuda, child, keep_bytes=self.settings.host_copy_bytes)
+        keep_bytes = self.settings.host_copy_bytes
+        if keep_bytes is None:
+            keep_bytes = _ALL if preflight.spare_memory() else 0
+        return FastPath(capsule, self.engine.cuda, child, keep_bytes=keep_bytes)
 
     def deadline(self, bytes: int) -> float:
         """Return the seconds that CRIU or the CUDA driver may take for so many bytes."""

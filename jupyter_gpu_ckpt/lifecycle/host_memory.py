@@ -15,12 +15,9 @@ from ..image.background_task import BackgroundTask
 from ..image.image import Image
 from ..image.manifest import Manifest
 from ..units import size
-from . import cuda_processes
+from . import cuda_processes, host_copies
 from .context import Attempt, KernelState, Reason
-from .preflight import MARGIN, Process, all_memory, available_memory, lead_bytes, read_process, unique_bytes
-
-#: The part of host memory that is free where extents that the kernel does not need stay (as in `memory_pressure.c`).
-_SPARE = 8
+from .preflight import MARGIN, SPARE, Process, all_memory, available_memory, lead_bytes, read_process, unique_bytes
 
 
 def device_bytes(kernel: KernelState) -> dict[str, int]:
@@ -66,6 +63,7 @@ def choose_directory(kernel: KernelState, capsule: Capsule, bytes: int, kept: in
     `NoMemory` if neither has the space, or the disk must not have them unencrypted; and as `spill.begin`.
     """
     store = kernel.engine.store
+    host_copies.make_room(kernel, all + MARGIN - kept)
     if available_memory() + kept >= all + MARGIN:
         return None
     if not may_spill(kernel, bytes):
@@ -83,7 +81,7 @@ def may_wait_for_disk(kernel: KernelState) -> bool:
 
     Not where memory is short, nor for those that are on the disk for that reason.
     """
-    return kernel.spill_directory is None and available_memory() * _SPARE >= all_memory()
+    return kernel.spill_directory is None and available_memory() * SPARE >= all_memory()
 
 
 def require_wait() -> None:
@@ -91,17 +89,6 @@ def require_wait() -> None:
     if (free := available_memory()) < MARGIN:
         message = "Host memory became short while device memory waited there to be written to the disk."
         raise NoMemory(message, needed=MARGIN, free=free)
-
-
-def begin_mirror(kernel: KernelState) -> bool:
-    """Begin to copy a running kernel's device memory to host memory in the background; return whether that was begun.
-
-    Not if host memory is too small for all of it.  Raises as `FastPath.begin_mirror`.
-    """
-    fast_path, amounts = kernel.fast_path(), cuda_processes.amounts(kernel)
-    if available_memory() + amounts.kept < amounts.bytes + MARGIN:
-        return False
-    return bool(fast_path.begin_mirror().mirrors)
 
 
 def begin_read(
@@ -130,7 +117,7 @@ def may_read_ahead(image: Image) -> bool:
     Not where memory would be short then.  An encrypted image is read when it is decrypted.
     """
     bytes = image.manifest.swapped_bytes
-    return bytes > 0 and not image.manifest.encryption and (available_memory() - bytes) * _SPARE >= all_memory()
+    return bytes > 0 and not image.manifest.encryption and (available_memory() - bytes) * SPARE >= all_memory()
 
 
 def begin_read_ahead(kernel: KernelState, image: Image, capsule: Capsule) -> BackgroundTask | None:

@@ -23,6 +23,9 @@ from ..units import counted, size
 
 #: Bytes of an image beside memory: CRIU's tables, the manifest, ghost files.
 MARGIN = 64 << 20
+#: The part of host memory that is free where extents stay that a kernel does not need (as in `memory_pressure.c`), and
+#: its least bytes: programs may allocate as many until these extents are given up.
+SPARE, LEAST_SPARE = 8, 2 << 30
 #: Processes whose pages a dump may have written more often than the image will have them.
 _LEAD = 2
 
@@ -119,6 +122,12 @@ def all_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return all
 
 
+def spare_memory() -> int:
+    """Return the bytes of host memory that stay free beside copies of device memory; 0: there is too little for any."""
+    spare = all_memory() // SPARE
+    return spare if spare >= LEAST_SPARE else 0
+
+
 def _of_machine(name: str) -> int:
     match = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     return int(match.group(1)) * 1024 if match else 0
@@ -164,6 +173,7 @@ def inspect(
     has_agent: bool = False,
     swapped_out: int = 0,
     kept: int = 0,
+    make_room: Callable[[int], object] = lambda bytes: None,
     spillable: Callable[[], int] = int,
     over_quota: Callable[[int], GpuCkptError | None] = lambda needed: None,
     why_not: Callable[[int], str] = lambda pid: "",
@@ -174,6 +184,7 @@ def inspect(
     ``disk_free``: bytes for the image; None for a suspend, which writes none.  ``has_agent``: whether an agent ends a
     debugger that was turned off.  ``swapped_out``: bytes of device memory in host memory, and in no process.
     ``kept``: bytes of host memory that have a copy of device memory already.
+    ``make_room``: called with the bytes that are needed of host memory where it is too small; may free some.
     ``spillable``: called where host memory is too small, returns the bytes of device memory that can go to the disk.
     ``over_quota``: returns why an image of so many bytes is refused, if it is.  ``why_not``: returns why one of
     the ``companions`` prevents a suspend or a checkpoint, if it does.
@@ -196,6 +207,8 @@ def inspect(
             refusals.append(errors.UnsupportedTerminal(f"The kernel's terminals could not come back: {obstacle}."))
             break
     to_host = on_device = sum(device_bytes.values())
+    if on_device and available_memory() + kept < to_host + MARGIN:
+        make_room(to_host + MARGIN - kept)
     if on_device and (available := available_memory() + kept) < to_host + MARGIN:
         to_host -= spillable()
         available = available_memory() + kept  # the kernel's library may have been freeing some, after a resume

@@ -31,7 +31,7 @@ from ..node.match import Mismatch, accepted_files, require
 from ..terminal_text import printable
 from ..transfer import archive
 from ..transfer.remote import Remote
-from . import compatibility, going_back, host_memory
+from . import compatibility, going_back, host_copies, host_memory
 from .context import MOVED, Attempt, Home, KernelState, Reason, Saved
 
 #: Seconds to wait for a lease that another process has for a moment only: the cold tier, as it sends the content away.
@@ -131,6 +131,7 @@ def _settled(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
 
 def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
     engine, cancellation, ahead = attempt.kernel.engine, attempt.kernel.cancellation, attempt.kernel.ahead
+    host_copies.make_room(attempt.kernel, image.manifest.fingerprint.get("memory", 0))
     found = compatibility.mismatches(
         image.manifest,
         engine.store,

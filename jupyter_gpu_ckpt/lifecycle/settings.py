@@ -41,8 +41,9 @@ class LifecycleSettings:
     archive_url: str = ""
     #: Whether the CUDA context of a suspended kernel stays on the GPU, where its allocations can be swapped out alone.
     warm: bool = False
-    #: Bytes of host memory that may have a copy of the device memory of a kernel that runs; 0: none is kept.
-    host_copy_bytes: int = 0
+    #: Bytes of host memory that may have a copy of the device memory of a kernel that runs; 0: none is kept, None: as
+    #: many as host memory allows (`host_copies`).
+    host_copy_bytes: int | None = None
     #: Whether chunks of the last image are kept while the kernel runs, so that the next one is written faster.
     keep_chunks: bool = True
     #: Whether kernels share GPUs with those of others: "off", their memory ("room"), or also in turns ("turns").

@@ -8,6 +8,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from ..cuda.fastpath import ChooseDirectory
 from ..errors import GpuCkptError
 from ..image import chunk_cache
 from ..process import descriptors
-from . import cuda_processes, host_memory, preflight
+from . import cuda_processes, host_copies, host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Saved
 from .plans import State
 from .preflight import PreflightFinding
 
+#: Parts of a quiesce that the agent measures.
+_PARTS = ("flush", "gc", "trim", "files", "report")
 #: Times that a running kernel is inspected for state that cannot be saved, and seconds between them.
 _INSPECTIONS, _PAUSE = 3, 0.1
 #: The launch gate stays closed without a suspended process for this many times the seconds of a lock.
@@ -34,8 +37,25 @@ _BEFORE_END, _DRIVERS_RATE = 5.0, 2.5e9
 def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFinding]:
     """Return the findings of preflight; the kernel is not disturbed.  A suspend ``writes`` no image."""
     capsule = kernel.require_capsule()
-    if writes and (hidden := preflight.undumpable(capsule.host_pid)) is not None:
+    if not writes:
+        return _findings(kernel, _extents(kernel), None)
+    if (hidden := preflight.undumpable(capsule.host_pid)) is not None:
         return [hidden]  # nothing more can be found out about it
+    extents = _extents(kernel)  # before: the capsule's init answers one request after the other
+    with ThreadPoolExecutor(1) as pool:  # it inspects the processes meanwhile
+        return _findings(kernel, extents, pool.submit(_lasting_refusals, kernel))
+
+
+def _extents(kernel: KernelState) -> tuple[int, int]:
+    """Return the bytes of device memory in host memory: those swapped out, and a copy of what is on the device."""
+    return kernel.fast_path().host_memory_bytes(), kernel.fast_path().kept_bytes()
+
+
+def _findings(
+    kernel: KernelState, extents: tuple[int, int], inspection: Future[list[dict[str, str]]] | None
+) -> list[PreflightFinding]:
+    """Return the findings, with those of an ``inspection`` if an image is to be written."""
+    capsule, writes = kernel.require_capsule(), inspection is not None
     device_bytes, companions = host_memory.device_bytes(kernel), capsule.other_processes()
     if device_bytes:
         try:
@@ -47,8 +67,9 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
         companions=companions,
         device_bytes=device_bytes,
         has_agent=kernel.home.has_agent,
-        swapped_out=kernel.fast_path().host_memory_bytes(),
-        kept=kernel.fast_path().kept_bytes(),
+        swapped_out=extents[0],
+        kept=extents[1],
+        make_room=functools.partial(host_copies.make_room, kernel),
         spillable=functools.partial(_spillable, kernel),
         disk_free=_space_for_image(kernel) if writes else None,
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
@@ -58,7 +79,7 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
     for reason in _refused_by_driver(kernel, device_bytes):
         only_suspended = not writes and _allocated(kernel) > 0
         found.append(PreflightFinding(reason.code, reason.message) if only_suspended else preflight.blocking(reason))
-    if writes:
+    if inspection is not None:
         if (error := without_sockets(kernel)) is not None:
             found.append(preflight.blocking(error))
         if not kernel.home.has_agent:
@@ -66,7 +87,7 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
         without_agent = companions if kernel.home.has_agent else [capsule.host_pid, *companions]
         found += preflight.judge_connections(without_agent, capsule.processes())
         # State of the kernel that is not proven to be restored, as far as it shows while the kernel runs.
-        found += preflight.judge_state(_lasting_refusals(kernel))
+        found += preflight.judge_state(inspection.result())
     own = kernel.engine.gpus.used_by(capsule.host_pid) if device_bytes else {}
     if own and (why := kernel.fast_path().why_slow(sum(own.values()))):
         found.append(PreflightFinding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
@@ -203,8 +224,11 @@ def quiesce(attempt: Attempt) -> None:
         return
     # Off the GPU, what frees device memory would wait for it.
     content = {"trim": not kernel.saved.cuda, "files": True, "summary": attempt.save_point is not None}
+    content["writes"] = attempt.goal is not State.SUSPENDED
     report = request_agent(kernel, "quiesce", content).get("report", {})
     attempt.traced.bytes = report.get("trimmed_bytes")
+    if isinstance(seconds := report.pop("seconds", None), dict):
+        attempt.traced.parts |= {part: each for part in _PARTS if isinstance(each := seconds.get(part), float)}
     try:
         pid, engine = kernel.require_capsule().host_pid, kernel.engine
         own = engine.gpus.used_by(pid) if engine.cuda.uses_cuda(pid) else {}

@@ -50,7 +50,7 @@ class IdleSaves:
         self._mirrored = {id: used for id, used in self._mirrored.items() if id in kernels}
         for kernel_id, provisioner in kernels.items():
             gate = provisioner.gate
-            if not (provisioner.mirror_when_idle and provisioner.host_copy_bytes) or gate is None:
+            if not provisioner.mirror_when_idle or provisioner.host_copy_bytes == 0 or gate is None:
                 continue
             used = gate.last_activity
             is_idle = provisioner.state is State.RUNNING and not gate.under_way.cells
@@ -61,6 +61,8 @@ class IdleSaves:
                 await provisioner.mirror()
             except GpuCkptError as error:
                 provisioner.log.info("Kernel %s is not mirrored while it is idle: %s", kernel_id, error.code)
+            except Exception:  # of one kernel; the others are mirrored all the same
+                provisioner.log.exception("Kernel %s is not mirrored while it is idle", kernel_id)
 
     async def round(self) -> None:
         """Save the kernels that are due, one after the other."""

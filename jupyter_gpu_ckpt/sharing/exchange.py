@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 class SharedKernel(Protocol):
     """The kernel behind a `Member`.  Called on the exchange's thread, which waits for these calls."""
 
-    def observe(self, now: float) -> None:
-        """Bring the member up to date."""
+    def observe(self, now: float) -> bool:
+        """Bring the member up to date; return False for a kernel that need not be looked at until it joins again."""
 
     def must_leave(self, reason: LeaveReason) -> None:
         """Begin to move the kernel's memory off the GPU, on another thread; called again until it is done."""
@@ -64,6 +64,8 @@ class Member:
         self._exchange, self.kernel = exchange, kernel
         self._record = records.OwnRecord(exchange.directory)
         self._lock, self._removed = threading.Lock(), False
+        #: Whether others know of the kernel, and how often it joined.
+        self.is_shown, self.joins, self.has_left = False, 0, False
         #: When the record was written last, and the end of the last silence: claims from before are void for others.
         self._written, self._silent_until = -math.inf, -math.inf
         self._participant = Participant(self._record.name, str(os.geteuid()), (), (), 0.0)
@@ -82,6 +84,7 @@ class Member:
             self._participant = changed
             if self._removed:
                 return changed
+            self.is_shown = True
             self._write()
         self._exchange.poke()
         return changed
@@ -89,7 +92,7 @@ class Member:
     def beat(self) -> None:
         """Show that the server lives, if it is time for that.  Raises `OSError`."""
         with self._lock:
-            if not self._removed and time.monotonic() - self._written >= HEARTBEAT_S / 2:
+            if self.is_shown and not self._removed and time.monotonic() - self._written >= HEARTBEAT_S / 2:
                 self._write()
 
     def _write(self) -> None:
@@ -146,8 +149,14 @@ class Exchange:
     # -- members
 
     def join(self, member: Member) -> None:
-        """Have the member's kernel take part.  Raises `RuntimeError` where the process may have no more threads."""
+        """Have the member's kernel looked at, again and again, as long as its `observe` wants that.
+
+        Does nothing after `leave`.  Raises `RuntimeError` where the process may have no more threads.
+        """
         with self._changed:
+            if member.has_left:
+                return
+            member.joins += 1
             if self._thread is None:
                 self._decided_at = time.monotonic()
                 thread = threading.Thread(target=self._run, name="gpu-ckpt-sharing", daemon=True)
@@ -158,6 +167,7 @@ class Exchange:
     def leave(self, member: Member) -> None:
         """End the part of a kernel.  Its memory, if it has any, is another program's for all others."""
         with self._changed:
+            member.has_left = True
             self._members.pop(member.participant.kernel, None)
             self._changed.notify_all()
         member.remove()
@@ -374,6 +384,8 @@ class Exchange:
             with self._changed:
                 if not self._members:
                     self._thread = None
+                    self._decisions, self._participants = Decisions(), ()
+                    self._silent, self._shared_gpus = (), ()
                     return
             self._poked.wait(POLL_S)
             poked = self._poked.is_set()
@@ -382,6 +394,8 @@ class Exchange:
             try:
                 now = time.monotonic()
                 failure = self._observe(now)
+                if not any(member.is_shown for member in [*self._members.values()]):
+                    continue
                 before, stamp = stamp, self._stamp()
                 due = self._decisions.next_at is not None and now >= self._decisions.next_at
                 if poked or due or stamp != before or now - read_at >= READ_S:
@@ -406,13 +420,21 @@ class Exchange:
         """
         failure = None
         for member in [*self._members.values()]:
+            joins = member.joins
             try:
                 with suppress(GpuCkptError):  # it ends, or its verb is under way
-                    member.kernel.observe(now)
+                    if not member.kernel.observe(now):
+                        self._rest(member, joins)
             except Exception as error:
                 failure = error
             member.beat()
         return failure
+
+    def _rest(self, member: Member, joins: int) -> None:
+        """Look at a member no more, unless it has joined since."""
+        with self._changed:
+            if member.joins == joins:
+                self._members.pop(member.participant.kernel, None)
 
     def _stamp(self) -> int:
         return os.stat(self.directory).st_mtime_ns

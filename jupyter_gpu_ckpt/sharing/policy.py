@@ -264,6 +264,11 @@ class _Round:
         self.used = used(self.alive.values(), self.now)
         self.protectors = self._protectors()
         self.factors = {uuid: self._factor(uuid) for uuid in self.gpus}
+        #: When the last turn ended that was lengthened so, by factor.
+        self.lengthened: dict[int, float] = {}
+        for each in filter(self._is_factor, self.alive.values()):
+            ended = math.inf if each.turn is not None else _served(each)
+            self.lengthened[each.factor] = max(ended, self.lengthened.get(each.factor, -math.inf))
         self.stays: list[_Stay] = []
 
     def decisions(self) -> Decisions:
@@ -319,8 +324,7 @@ class _Round:
             end = cut = max(self.now, moving + each.arrive_seconds)
         if (turn := each.turn) is not None:
             since = end if each.residence is Residence.ARRIVING else turn.since
-            least = turn.seconds if turn.first else min(turn.seconds, self.rules.cut)
-            end, cut = max(end, since + turn.seconds), max(cut, since + least)
+            end, cut = max(end, since + turn.seconds), max(cut, since + self._least(turn))
         return _Stay(each.kernel, needs, -math.inf, end, cut, leave)
 
     def _factor(self, gpu: str) -> tuple[int, float]:
@@ -331,7 +335,7 @@ class _Round:
         """
         granted = [each for each in self.alive.values() if gpu in each.was_on and each.granted_at is not None]
         last = max(granted, key=lambda each: (each.granted_at or 0.0, each.kernel), default=None)
-        if last is None or not 1 <= last.factor <= max(1.0, self.rules.longest_turn / self.rules.turn):
+        if last is None or not self._is_factor(last):
             return 1, 0.0
         if self.now - last.factor_since < self.rules.swap_window:
             return last.factor, last.factor_since
@@ -368,7 +372,7 @@ class _Round:
         queue: list[_Queued] = []
         cuts, placed, seconds = True, set[str](), 0.0
         while left:
-            firsts = self._firsts(list(left.values()), placed, served, seconds)
+            firsts = self._firsts(list(left.values()), placed, served, seconds + self._rest(cuts))
             each, new = min(firsts, key=lambda pair: (not pair[1], served[pair[0].user], *_seniority(pair[0])))
             cuts = cuts and new
             queue.append(_Queued(each, cuts))
@@ -383,13 +387,12 @@ class _Round:
     ) -> list[tuple[Participant, bool]]:
         """Return each user's next kernel, and whether it is a new cell that passes those of all other users.
 
-        ``seconds``: the turns of those that are placed in the queue before these.
+        ``seconds``: what is left of turns under way, and the turns of those that are placed in the queue before these.
         """
         by_user: dict[str, list[Participant]] = {}
         for each in waiting:
             by_user.setdefault(each.user, []).append(each)
-        rest = [each.turn.since + each.turn.seconds - self.now for each in self.alive.values() if each.turn is not None]
-        spare = self._spare(by_user, served, seconds + max(0.0, *rest, 0.0))
+        spare = self._spare(by_user, served, seconds)
         firsts = []
         for user, kernels in by_user.items():
             fresh = [each for each in kernels if not each.turns]
@@ -397,6 +400,16 @@ class _Round:
             passes = bool(new) and user not in placed and self._passes_users(user, spare, served)
             firsts.append((min(new or kernels, key=_seniority), passes))
         return firsts
+
+    def _rest(self, cuts: bool) -> float:
+        """Return the seconds that turns under way go on; ``cuts``: for a new cell that passes all that wait."""
+        turns = [each.turn for each in self.alive.values() if each.turn is not None]
+        ends = [turn.since + (self._least(turn) if cuts else turn.seconds) for turn in turns]
+        return max(0.0, *(end - self.now for end in ends), 0.0)
+
+    def _least(self, turn: Turn) -> float:
+        """Return for how long a turn lasts although a new cell waits."""
+        return turn.seconds if turn.first else min(turn.seconds, self.rules.cut)
 
     def _passes(self, each: Participant, others: Iterable[Participant]) -> bool:
         """Return whether a new cell comes before other kernels of its user.
@@ -412,15 +425,17 @@ class _Round:
         """Return, by user that waits, the seconds of new cells that may still pass.
 
         Each user is served after a turn of each other user at most: what it has waited, the ``seconds`` that come in
-        any case, and the turns of users that come before it, also of those who have no cell that waits yet.
+        any case, and the turns of users that come before it, also of those who have no cell that waits yet.  A turn is
+        as long as the longest since it waits: where turns are shortened again, it was among longer ones until then.
         """
         turns = {user: self._next_turn(user, waiting.get(user, ())) for user in self.kernels}
-        shares = {user: self._longest_turn() * self._allotment(user).weight for user in self.kernels}
-        every, before, spare = sum(shares.values()), 0.0, {}
+        weights = {user: self._allotment(user).weight for user in self.kernels}
+        before, spare = 0.0, {}
         for user in sorted(self.kernels, key=lambda user: (served[user], user)):
             if user in waiting and served[user] <= self.now and user not in self.served_now:  # nor placed once
-                waited = self.now - max(min(_waits(each) for each in waiting[user]), served[user])
-                spare[user] = every - shares[user] - waited - seconds - before
+                since = max(min(_waits(each) for each in waiting[user]), served[user])
+                allowed = self._longest_turn_since(since) * (sum(weights.values()) - weights[user])
+                spare[user] = allowed - (self.now - since) - seconds - before
             before += turns[user]
         return spare
 
@@ -435,6 +450,15 @@ class _Round:
 
     def _longest_turn(self) -> float:
         return self.rules.turn * max((factor for factor, _ in self.factors.values()), default=1)
+
+    def _longest_turn_since(self, since: float) -> float:
+        """Return the longest of the turns that are granted now, and of each kernel's last one if it ended since."""
+        lengthened = [factor for factor, ended in self.lengthened.items() if ended > since]
+        return max(self._longest_turn(), self.rules.turn * max(lengthened, default=1))
+
+    def _is_factor(self, each: Participant) -> bool:
+        """Return whether the factor of a kernel's last turn is within the limits: other users may have written it."""
+        return 1 <= each.factor <= max(1.0, self.rules.longest_turn / self.rules.turn)
 
     def _next_turn(self, user: str, waiting: Sequence[Participant]) -> float:
         """Return how long the next turn of a user with these kernels may be; without one, that of a cell to come."""

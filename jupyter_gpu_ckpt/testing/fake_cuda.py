@@ -154,6 +154,7 @@ class FakeDriver:
             "nvml.gpus": self._nvml_gpus,
             "nvml.free": self._nvml_free,
             "nvml.processes": self._nvml_processes,
+            "nvml.users": self._nvml_users,
             "nvml.mps_clients": self._nvml_mps_clients,
             "nvml.utilisation": self._nvml_utilisation,
             "nvml.process_utilisation": self._nvml_process_utilisation,
@@ -243,6 +244,9 @@ class FakeDriver:
     def _nvml_processes(self, uuid: str) -> list[tuple[int, int | None]]:
         self._known(uuid)
         return [(pid, p.there[uuid]) for pid, p in self.processes.items() if p.on_gpu and uuid in p.memory]
+
+    def _nvml_users(self) -> list[tuple[str, list[tuple[int, int | None]]]]:
+        return [(uuid, self._nvml_processes(uuid)) for uuid in self.gpus]
 
     def _nvml_mps_clients(self, uuid: str) -> list[int]:
         self._known(uuid)

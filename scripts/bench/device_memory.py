@@ -257,8 +257,10 @@ async def back(kernel: Any) -> dict[str, float]:
     return {"back": done.at - began, **steps}
 
 
-async def rounds(bench: Bench, row: str, kernel: Any, *, change: bool = False, mirror: bool = False):
-    """Suspend and resume as often as wanted, after a change and a mirror; the values of each figure."""
+async def rounds(
+    bench: Bench, row: str, kernel: Any, *, change: bool = False, mirror: bool = False, forget: bool = False
+):
+    """Suspend and resume as often as wanted, after a change, a mirror, or without the copy; each figure's values."""
     figures: dict[str, list[float]] = {"tensors off": [], "all off": [], "back": []}
     for _ in range(bench.rounds):
         if change:
@@ -266,6 +268,8 @@ async def rounds(bench: Bench, row: str, kernel: Any, *, change: bool = False, m
         expected = await kernel.run("print(check())", timeout=DEADLINE)
         if mirror:
             await whole_mirror(kernel)
+        if forget:
+            kernel.lifecycle.kernel.fast_path().give_up_copy()
         await asyncio.sleep(1)  # what the last round gives back is not this one's
         found = await out(kernel) | await back(kernel)
         for name, values in figures.items():
@@ -332,6 +336,20 @@ async def framework(bench: Bench, name: str) -> list[Figure]:
     title = f"{EACH} GiB, {program.title}"
     figures = [Figure(f"{title}: {what}", values, most=most[what]) for what, values in found.items()]
     return [*figures, Figure(f"{title}: of the bytes by the library", [share], "%", least=95.0)]
+
+
+async def kept(bench: Bench, name: str) -> list[Figure]:
+    """A kernel whose memory is copied as a whole, and whose copy stays, as is the default."""
+    async with bench.kernel(name, PROGRAMS["torch"], host_copy_bytes=None) as kernel:
+        await kernel.run(f"begin(); fill({EACH << 10})", timeout=DEADLINE)
+        found = await rounds(bench, name, kernel, forget=True)
+        share = 100 * kernel.lifecycle.kernel.fast_path().kept_bytes() / (EACH * GIB)
+    title = f"{EACH} GiB, PyTorch, a copy stays"
+    figures = [
+        Figure(f"{title}: {what}", values, most=bench.medians[f"torch {what}"] + BEYOND)
+        for what, values in found.items()
+    ]
+    return [*figures, Figure(f"{title}: of the bytes in the end", [share], "%", least=100.0)]
 
 
 async def jax_as_it_comes(bench: Bench, name: str, *, peak: bool) -> list[Figure]:
@@ -493,7 +511,7 @@ class Row:
 
 def _each(name: str) -> Row:
     needs = ("bus", "driver") if name == "torch" else ("torch",)
-    return Row(framework, 45, needs, PROGRAMS[name].modules, 2 * EACH + 8)
+    return Row(framework, 40, needs, PROGRAMS[name].modules, 2 * EACH + 8)
 
 
 def _loops(program: str, seconds: float, **how: Any) -> Row:
@@ -504,16 +522,17 @@ ROWS = {
     "bus": Row(lambda bench, _: bus(bench), 15),
     "driver": Row(lambda bench, _: driver(bench), 30),
     **{name: _each(name) for name in PROGRAMS},
+    "kept": Row(kept, 30, ("torch",), host_gib=EACH + 8),
     "jax-peak": Row(
         lambda bench, name: jax_as_it_comes(bench, name, peak=True), 40, modules=("jax",), host_gib=PEAK + 8
     ),
     "jax-small": Row(lambda bench, name: jax_as_it_comes(bench, name, peak=False), 30, modules=("jax",)),
-    "context": Row(context, 45, ("driver",)),
+    "context": Row(context, 35, ("driver",)),
     "loops-torch": _loops("torch", 60, training=True),
-    "loops-expandable": _loops("expandable", 50),
-    "loops-async": _loops("async", 50),
-    "loops-cupy": _loops("cupy", 50),
-    "loops-cupy-async": _loops("cupy-async", 50),
+    "loops-expandable": _loops("expandable", 30),
+    "loops-async": _loops("async", 30),
+    "loops-cupy": _loops("cupy", 20),
+    "loops-cupy-async": _loops("cupy-async", 20),
     "mirrored": Row(mirrored, 90, host_gib=LARGE + 8),
     "untouched": Row(untouched, 60, host_gib=LARGE + 8),
     "exchange": Row(exchange, 80, host_gib=2 * LARGE + 8),
@@ -521,7 +540,7 @@ ROWS = {
 }
 #: Parts that fit into ten minutes each.
 GROUPS = {
-    "frameworks": (*PROGRAMS, "jax-peak", "jax-small"),
+    "frameworks": (*PROGRAMS, "kept", "jax-peak", "jax-small"),
     "large": ("mirrored", "untouched", "exchange", "exchange-mirrored"),
     "rest": ("context", "loops-torch", "loops-expandable", "loops-async", "loops-cupy", "loops-cupy-async"),
 }

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"
 from harness import Notebook, notebook
 from limits import MISSED
 
+from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.kernel import engine
 from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus
 
@@ -43,7 +44,8 @@ async def serving(root: Path, modes: tuple[str, ...]) -> AsyncIterator[list[Note
             fakes = {"cuda": FakeCuda(driver), "gpus": FakeGpus(driver, directory / "locks")}
             images = directory / "images"
             engine._engines[images] = dataclasses.replace(engine.shared_engine(images), **fakes)
-            place = notebook(directory, root.parent / f"r{mode}", image_dir=str(images), gpu_sharing=mode)
+            traits = {"gpu_sharing": mode, "image_dir": str(images), "fast_path": "off"}
+            place = notebook(directory, root.parent / f"r{mode}", **traits)
             kernel = await stack.enter_async_context(place)
             driver.start({GPU: 1 << 30}, pid=kernel.lifecycle.capsule.host_pid)
             kernels.append(kernel)
@@ -66,6 +68,7 @@ async def wake(kernel) -> float:
 async def main() -> int:
     """Run and print; 0 if the limits are met."""
     root = Path(tempfile.mkdtemp(prefix="bs-"))
+    fastpath.has_driver = lambda: True  # as where there is a GPU
     trips, wakes, idle = ({mode: [] for mode in MODES} for _ in range(3))
     try:
         for mode in MODES:  # one after the other: what is used while a kernel is idle is of the whole process

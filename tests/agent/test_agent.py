@@ -95,6 +95,20 @@ def test_parts_of_a_report_can_be_requested(start: Callable[..., Any]) -> None:
     assert kernel.run("print(w() is None)") == "True"
 
 
+def test_a_suspend_waits_for_old_garbage_only_if_the_kernel_has_not_been_in_use(start: Callable[..., Any]) -> None:
+    kernel = start()
+    made = "import gc, weakref; gc.disable()\nclass C: pass\nx = C(); x.x = x; w = weakref.ref(x); gc.collect()"
+    kernel.run(f"{made}; del x\ny = C(); y.y = y; young = weakref.ref(y); del y")
+    kernel.report("quiesce", {"trim": True, "files": False, "writes": False})
+    assert kernel.run("print(w() is None, young() is None)") == "False True"
+    kernel.report("quiesce", {"trim": True, "files": False, "writes": True})
+    assert kernel.run("print(w() is None)") == "True"
+    kernel.run(f"{made}; del x")
+    kernel.run("import sys; sys.modules[type(get_ipython()._jupyter_gpu_ckpt_agent).__module__]._JUST_USED_S = 0.0")
+    kernel.report("quiesce", {"trim": True, "files": False, "writes": False})
+    assert kernel.run("print(w() is None)") == "True"
+
+
 def test_output_of_forked_children_comes_on_the_same_port(start: Callable[..., Any]) -> None:
     kernel = start()
     kernel.report("quiesce")
@@ -208,7 +222,8 @@ def test_output_before_a_quiesce_is_out_before_its_reply(start: Callable[..., An
     )
     kernel.run(f"{log}; f.stream.write('unflushed')")
     kernel.run("import sys; sys.__stdout__.write('x'); None")
-    kernel.report("quiesce")
+    seconds = kernel.report("quiesce")["seconds"]
+    assert list(seconds) == ["flush", "gc", "trim", "files", "report"] and min(seconds.values()) > 0
     assert "unflushed" in Path(f"/proc/{kernel.pid}/cwd/log").read_text()
 
 
@@ -276,7 +291,7 @@ def test_a_failing_probe_is_a_line_and_no_more(start: Callable[..., Any]) -> Non
     kernel = start()
     kernel.run("import sys, types; sys.modules['torch'] = types.SimpleNamespace(cuda=types.SimpleNamespace())")
     report = kernel.report("quiesce")
-    assert [line.split(":")[0] for line in report["probe_errors"]] == ["trim", "cuda"]
+    assert [line.split(":")[0] for line in report["probe_errors"]] == ["trim", "cuda", "torch_pools"]
     assert report["pid"] == kernel.pid and kernel.tcp_sockets() == []
 
 

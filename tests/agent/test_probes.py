@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
 import sys
 import types
 
 import pytest
 
-from jupyter_gpu_ckpt.agent import probes
+from jupyter_gpu_ckpt.agent import iopub, probes
 
 
 @pytest.mark.parametrize(
@@ -34,3 +37,58 @@ def test_whether_pytorch_has_memory_of_the_driver_s_pools(monkeypatch, initializ
     cuda = types.SimpleNamespace(is_initialized=lambda: initialized, get_allocator_backend=lambda: backend)
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     assert probes.torch_pools() is found
+
+
+def test_tables_of_sockets_are_read_until_all_are_known(monkeypatch):
+    """Each of TCP and UDP takes milliseconds, and a quiesced kernel has unix sockets only."""
+    read, table = [], probes.table
+    monkeypatch.setattr(probes, "table", lambda kind: (read.append(kind), table(kind))[1])
+
+    def kinds_of(*sockets: socket.socket) -> list[str]:
+        numbers = [each.fileno() for each in sockets]
+        monkeypatch.setattr(probes, "links", lambda: [(n, os.readlink(f"/proc/self/fd/{n}")) for n in numbers])
+        read.clear()
+        return sorted(entry["kind"] for entry in probes.foreign_sockets((set(), set())))
+
+    one, other = socket.socketpair()
+    with one, other, socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
+        assert (kinds_of(one, other), read) == ([], ["unix"])
+        assert (kinds_of(one, tcp), read) == (["tcp"], ["unix", "netlink", "tcp"])
+        udp.bind(("127.0.0.1", 0))
+        assert (kinds_of(tcp, udp), read[-1]) == (["tcp", "udp"], "udp")
+
+
+class Listener:
+    """The IOPub thread of a kernel, as far as its listener is concerned; calls are made at once."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._pipe_flag, self._pipe_port = True, self._server.getsockname()[1]
+        self._pipe_in = types.SimpleNamespace(socket=types.SimpleNamespace(unbind=lambda address: self._server.close()))
+
+    def schedule(self, call) -> None:
+        call()
+
+    @property
+    def descriptor(self) -> int:
+        return self._server.fileno()
+
+
+def test_the_end_of_the_listener_is_seen_by_its_descriptor(monkeypatch):
+    read, table = [], probes.table
+    monkeypatch.setattr(probes, "table", lambda kind: (read.append(kind), table(kind))[1])
+    thread = Listener()
+    assert iopub.IOPub(types.SimpleNamespace(iopub_thread=thread)).unbind()
+    assert (thread.descriptor, read) == (-1, ["tcp"])
+
+
+def test_a_listener_that_a_child_has_stays(monkeypatch):
+    thread = Listener()
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[thread.descriptor]) as child:
+        monkeypatch.setattr(probes, "children", lambda: [{"pid": child.pid}])
+        kernel = iopub.IOPub(types.SimpleNamespace(iopub_thread=thread))
+        assert not kernel.unbind()
+        assert (kernel.complete, thread.descriptor >= 0) == (True, True)
+        child.communicate(b"\n")
+    assert kernel.unbind()

@@ -289,6 +289,7 @@ class TestNvml:
 
     def test_processes(self, monkeypatch):
         assert self.ask(monkeypatch).processes(A) == [(5, 3), (6, None)]
+        assert self.ask(monkeypatch).users() == [(A, [(5, 3), (6, None)])]
 
     def test_utilisation(self, monkeypatch):
         rates = types.SimpleNamespace(gpu=42, memory=7)
@@ -332,10 +333,19 @@ class TestUtilisation:
 
 def test_memory_unknown_to_nvml_does_not_count_as_none(tmp_path, monkeypatch):
     gpus = FakeGpus(FakeDriver({A: GIB}), tmp_path)
-    monkeypatch.setattr(gpus, "processes", lambda uuid: {5: None})
+    monkeypatch.setattr(gpus, "_call", lambda op: [[A, [[5, None]]]])
     with pytest.raises(CudaError, match="how much"):
         gpus.used_by(5)
     assert gpus.used_by(6) == {}
+
+
+def test_what_processes_use_of_all_gpus_is_one_request(gpus, monkeypatch):
+    """Of several that take milliseconds each, a suspend would make a dozen."""
+    one, other = gpus.driver.start({A: GIB, B: 2 * GIB}), gpus.driver.start({B: GIB})
+    requests, call = [], gpus.driver.call
+    monkeypatch.setattr(gpus.driver, "call", lambda op, **args: (requests.append(op), call(op, **args))[1])
+    assert gpus.used_by(one, other) == {A: GIB, B: 3 * GIB}
+    assert requests == ["nvml.users"]
 
 
 def test_a_process_listed_twice_counts_once(tmp_path, monkeypatch):

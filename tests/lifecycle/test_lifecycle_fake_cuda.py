@@ -20,6 +20,7 @@ from harness import alive
 from waiting import until
 
 from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.criu.install import dotted
 from jupyter_gpu_ckpt.cuda.fastpath import FastPath
@@ -593,8 +594,38 @@ class Lost:
         raise HelperGone(f"The CUDA helper ended during {op}.", op=op)
 
 
+@pytest.mark.parametrize("said", [{"gc": 0.25, "trim": "long", "a path": 1.0}, [0.25], None])
+def test_a_quiesce_s_parts_are_in_the_trace_and_not_in_the_image(rig, said):
+    """As far as they are numbers that the agent knows of: the kernel's user may have changed it."""
+    rig.gate.report, events = {"seconds": said}, []
+    rig.lifecycle.trace.sinks.append(events.append)
+    rig.lifecycle.checkpoint()
+    (parts,) = (event.parts for event in events if (event.kind, event.step) == ("completed", "quiesce"))
+    assert parts == ({"gc": 0.25} if isinstance(said, dict) else {})
+    assert "seconds" not in rig.lifecycle.image.manifest.report
+
+
+def test_the_gpus_are_queried_while_the_processes_are_inspected(rig, monkeypatch):
+    """Of a kernel with many threads the inspection takes as long as all the rest of a preflight."""
+    began, inspect, used_by = threading.Event(), Capsule.inspect, rig.lifecycle.engine.gpus.used_by
+
+    def inspected(capsule, **how):
+        began.set()
+        return inspect(capsule, **how)
+
+    def queried(*pids):
+        assert began.wait(10), "the inspection comes after this"
+        return used_by(*pids)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Capsule, "inspect", inspected)
+        patched.setattr(rig.lifecycle.engine.gpus, "used_by", queried)
+        rig.lifecycle.checkpoint()
+    rig.sleeps(State.CHECKPOINTED)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("op", ["cuda.state", "nvml.processes", "nvml.gpus", "cuda.lock", "cuda.checkpoint"])
+@pytest.mark.parametrize("op", ["cuda.state", "nvml.users", "nvml.gpus", "cuda.lock", "cuda.checkpoint"])
 def test_the_helper_is_killed_on_the_way_out(rig, op, when):
     """Also when nobody heard that the driver had locked or suspended the process already."""
     lost = Lost(rig.driver, op, when)

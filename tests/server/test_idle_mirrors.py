@@ -18,7 +18,7 @@ from jupyter_gpu_ckpt.server.idle_saves import INTERVAL, IdleSaves
 class Kernel:
     """A provisioner, as far as `IdleSaves` uses it."""
 
-    def __init__(self, *, fails: bool = False, **traits) -> None:
+    def __init__(self, *, fails: Exception | None = None, **traits) -> None:
         self.mirror_when_idle, self.host_copy_bytes, self.save_when_idle = True, 1 << 30, 0.0
         self.state, self.log, self.fails, self.mirrors = State.RUNNING, logging.getLogger("test"), fails, 0
         self.gate = SimpleNamespace(under_way=SimpleNamespace(cells=()), last_activity=time.monotonic() - 2 * INTERVAL)
@@ -27,16 +27,17 @@ class Kernel:
 
     async def mirror(self) -> bool:
         self.mirrors += 1
-        if self.fails:
-            raise CudaError("It is busy.")
+        if self.fails is not None:
+            raise self.fails
         return True
 
 
 @pytest.fixture
 def kernels():
     return {
-        "idle": Kernel(),
-        "refused": Kernel(fails=True),
+        "broken": Kernel(fails=RuntimeError("not foreseen")),
+        "idle": Kernel(host_copy_bytes=None),
+        "refused": Kernel(fails=CudaError("It is busy.")),
         "unwanted": Kernel(mirror_when_idle=False),
         "without memory": Kernel(host_copy_bytes=0),
         "suspended": Kernel(state=State.SUSPENDED),
@@ -52,13 +53,13 @@ def rounds(kernels: dict[str, Kernel], saves: IdleSaves) -> dict[str, int]:
 
 def test_each_is_mirrored_once_until_it_is_used(kernels, monkeypatch):
     saves = IdleSaves(lambda: kernels)
-    assert rounds(kernels, saves) == {"idle": 1, "refused": 1}
+    assert rounds(kernels, saves) == {"broken": 1, "idle": 1, "refused": 1}
     kernels["idle"].gate.last_activity += 0.001
     kernels["refused"].gate.under_way.cells = ("a cell",)
     kernels["refused"].gate.last_activity += 0.001
-    assert rounds(kernels, saves) == {"idle": 2, "refused": 1}
+    assert rounds(kernels, saves) == {"broken": 1, "idle": 2, "refused": 1}
     kernels["refused"].gate.under_way.cells = ()
     kernels["idle"].gate.last_activity = time.monotonic() + 1000
-    assert rounds(kernels, saves) == {"idle": 2, "refused": 2}
+    assert rounds(kernels, saves) == {"broken": 1, "idle": 2, "refused": 2}
     monkeypatch.setattr(idle_saves, "INTERVAL", -2000)
-    assert rounds(kernels, saves) == {"idle": 3, "refused": 2}
+    assert rounds(kernels, saves) == {"broken": 1, "idle": 3, "refused": 2}

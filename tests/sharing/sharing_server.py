@@ -78,7 +78,7 @@ class LifecycleDouble:
         self._number, self._bytes, self._gpus, self._chance = number, bytes, gpus, chance
         self.home, self.trace = SimpleNamespace(kernel_id=f"k{number}"), SimpleNamespace(sinks=[])
         self.engine = SimpleNamespace(gpus=gpus, cuda=SimpleNamespace(uses_cuda=lambda pid: True))
-        self.state, self.touched = State.OFF_GPU, 0
+        self.state, self.touched, self.on_state = State.OFF_GPU, 0, []
         capsule = SimpleNamespace(host_pid=number, other_processes=list, poll=lambda: None)
         self.kernel = SimpleNamespace(
             admission=None,
@@ -137,8 +137,8 @@ class Kernel:
             working=False, last_activity=0.0, print_notice=logging.getLogger(f"cell {number}").info
         )
         arguments = (self.lifecycle, self.gate, Worker(f"k{number}"), exchange)
-        options = {"turns": True, "visible": None, "is_protected": lambda: False, "log": logging.getLogger("kernel")}
-        self.sharing = GpuSharing(*arguments, **options)
+        options = {"turns": True, "visible": None, "announces": False, "is_protected": lambda: False}
+        self.sharing = GpuSharing(*arguments, **options, log=logging.getLogger("kernel"))
 
     def run(self, cells: int, seconds: float) -> None:
         for cell in range(cells):

@@ -23,8 +23,8 @@ A, B, ELSEWHERE = (f"GPU-00000000-0000-0000-0000-00000000000{letter}" for letter
 class KernelDouble:
     """A kernel that does nothing by itself."""
 
-    def observe(self, now: float) -> None:
-        pass
+    def observe(self, now: float) -> bool:
+        return True
 
     def must_leave(self, reason) -> None:
         pass

@@ -157,12 +157,38 @@ def test_users_come_before_their_kernels():
     assert [each.place for each in decisions.waits] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("waited", "first"), [(59.0, "new"), (61.0, "long")])
-def test_a_new_cell_passes_users_who_are_still_served_after_a_turn_of_each_other_user(waited, first):
-    """Two other users, so two turns: the long one has waited, the holder's turn has 30 s, and a first turn comes."""
+@pytest.mark.parametrize(
+    ("ran", "holder_is_new", "waited", "first"),
+    [
+        (10.0, True, 69.0, "new"),
+        (10.0, True, 71.0, "long"),
+        (4.0, False, 83.0, "new"),
+        (4.0, False, 85.0, "long"),
+        (30.0, False, 89.0, "new"),
+        (30.0, False, 91.0, "long"),
+    ],
+)
+def test_a_new_cell_passes_users_who_are_still_served_after_a_turn_of_each_other_user(
+    ran, holder_is_new, waited, first
+):
+    """Two other users, two turns: the long one has waited, the holder goes on until it is cut, a first turn follows."""
     long = waiting("long", NOW - waited, turns=1, served_at=NOW - waited)
     new = waiting("new", served_at=NOW - 10)
-    assert decided(long, new, computing("x", NOW - 30)).waits[0].kernel == first
+    assert decided(long, new, computing("x", NOW - ran, first=holder_is_new)).waits[0].kernel == first
+
+
+@pytest.mark.parametrize(
+    ("factor", "ended", "first"),
+    [(2, 200.0, "new"), (1, 200.0, "long"), (2, 230.0, "long"), (1 << 20, 200.0, "long")],
+)
+def test_where_turns_were_longer_since_a_user_waits_new_cells_pass_as_if_they_still_were(factor, ended, first):
+    """Three other users: the long one has waited for 220 s, of 180 s, or of 360 s by the last turn of another one."""
+    long = waiting("long", NOW - 220, turns=1, served_at=NOW - 220)
+    other = idle("other", 0.0, 1, factor=factor, served_at=NOW - ended, granted_at=NOW - 300)
+    new = waiting("new", served_at=NOW - 10)
+    decisions = decided(long, other, new, computing("x", NOW - 30))
+    assert decisions.factors == {"A": 1}
+    assert decisions.waits[0].kernel == first
 
 
 @pytest.mark.parametrize(("idler", "first"), [(NOW - 100, "long"), (NOW - 10, "new")])
@@ -170,7 +196,7 @@ def test_a_user_who_may_come_before_another_is_counted_although_no_cell_of_their
     """Three other users: three turns are allowed.  The idle one comes before who was served later, for a first turn."""
     long = waiting("long", NOW - 100, turns=1, served_at=NOW - 95)
     others = waiting("new", served_at=NOW - 20), idle("idler", idler, served_at=idler)
-    assert decided(long, *others, computing("x", NOW - 29)).waits[0].kernel == first
+    assert decided(long, *others, computing("x", NOW - 1, first=True)).waits[0].kernel == first
 
 
 def test_of_one_user_a_new_cell_passes_until_its_kernel_has_had_a_turn_since_another_waits():

@@ -16,6 +16,7 @@ from jupyter_gpu_ckpt.kernel.gpu_sharing import GpuSharing
 from jupyter_gpu_ckpt.lifecycle import context
 from jupyter_gpu_ckpt.sharing.policy import Rules
 from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus
+from jupyter_gpu_ckpt.trace import StepEvent
 
 MIB = 1 << 20
 #: Turns scaled down, as the moves of the double's memory are.
@@ -78,7 +79,22 @@ class SharedHost:
     async def allocate(self, kernel: Notebook, mib: int, value: int, gpu: str) -> None:
         """Give the kernel so much memory, on this GPU."""
         await kernel.run(CELL.format(bytes=mib * MIB, value=value))
-        self.driver.start({gpu: (mib + 8) * MIB}, pid=kernel.lifecycle.capsule.host_pid)
+        self.start(kernel, {gpu: (mib + 8) * MIB})
+
+    def start(self, kernel: Notebook, memory: dict[str, int]) -> None:
+        """Have the fake driver know the kernel's process, also after a checkpoint."""
+        fake = self.driver.processes[self.driver.start(memory, pid=kernel.lifecycle.capsule.host_pid)]
+        away: list[int] = []
+
+        def follow(event: StepEvent) -> None:
+            if (event.kind, event.step) == ("completed", "quiesce"):
+                away[:] = [kernel.lifecycle.capsule.host_pid]
+            elif (event.kind, event.step) == ("completed", "end_process"):
+                self.driver.processes.pop(away[0], None)
+            elif (event.kind, event.step) == ("completed", "criu_restore"):
+                self.driver.add(fake, kernel.lifecycle.capsule.host_pid)
+
+        kernel.provisioner.sinks.append(follow)
 
 
 def sharing(kernel: Notebook) -> GpuSharing:

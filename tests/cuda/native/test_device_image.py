@@ -314,7 +314,8 @@ def test_a_damaged_chunk_of_an_encrypted_image_is_not_brought_to_life(fast_kerne
     kernel.runs_on()
 
 
-def test_memory_is_given_back(kernel):
+def test_memory_is_given_back(fast_kernel):
+    kernel = fast_kernel(host_copy_bytes=0)
     kernel.lifecycle.suspend()
     blocks = kernel.path().open_extents()
     assert device_memory.size(blocks) == kernel.blocks == kernel.path().host_memory_bytes() >= sum(SIZES)

@@ -7,14 +7,17 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from harness import until as until_true
 from kept_copy import DIRTY, ENOUGH, OUT, SHORT, extents, swap, write_files
+from sharing_kernels import SharedHost
 from subject import MIB, Control, Subject, asking, running
 from waiting import until
 
-from jupyter_gpu_ckpt.lifecycle import host_memory
+from jupyter_gpu_ckpt.lifecycle import compatibility, host_copies, host_memory, preflight
 
 NOT_SUPPORTED = 801
 PAGE = 2 * MIB
+A = "GPU-00000000-0000-0000-0000-00000000000a"
 
 
 @pytest.fixture
@@ -30,6 +33,11 @@ def control(subject) -> Iterator[Control]:
     with subject.control() as control:
         control.must(f"keep {ENOUGH}")
         yield control
+
+
+@pytest.fixture
+def shared_host(tmp_path, runtime_base, programs, doubles, criu_binary, monkeypatch):
+    return SharedHost(tmp_path, runtime_base, programs, doubles, monkeypatch, {A: 100 * MIB})
 
 
 def mirrored(control: Control) -> int:
@@ -198,7 +206,7 @@ def test_a_mirror_goes_to_an_image_and_comes_back(fast_kernel):
     contents = "[sorted(set(ctypes.string_at(at, size))) for at, size in held]"
     copies = "ctypes.CDLL('libcuda.so.1').double_calls(b'cuMemcpyDtoHAsync_v2')"
     for leave, come, value in (("suspend", "resume", 100), ("checkpoint", "wake", 101)):
-        assert host_memory.begin_mirror(kernel.lifecycle.kernel)
+        assert host_copies.begin_mirror(kernel.lifecycle.kernel)
         assert not kernel.path().mirrored() or not kernel.path().amounts().mirrors
         until(lambda: not kernel.path().amounts().mirrors, "it has ended")
         assert kernel.path().mirrored()
@@ -218,9 +226,9 @@ def test_one_that_is_complete_is_published_until_the_gpu_is_used_or_it_is_given_
     path = kernel.path()
     for _ in range(2):
         assert not path.mirrored()
-        assert host_memory.begin_mirror(kernel.lifecycle.kernel)
+        assert host_copies.begin_mirror(kernel.lifecycle.kernel)
         until(path.mirrored, "it is complete")
-        assert host_memory.begin_mirror(kernel.lifecycle.kernel), "another is begun"
+        assert host_copies.begin_mirror(kernel.lifecycle.kernel), "another is begun"
         until(path.mirrored, "that is complete, too")
         if end == "keep 0":
             path._keep(0)
@@ -240,3 +248,29 @@ def test_it_ends_no_capture_of_the_program(programs, doubles, runtime_base):
             control.must(f"keep {ENOUGH}")
             assert mirrored(control) == 8 * MIB
         assert ask("end_capture('t')") == 0
+
+
+@pytest.mark.parametrize("need", ["suspend", "checkpoint", "wake"])
+async def test_a_kernel_that_needs_the_memory_gets_it_from_another_s_mirror(shared_host, monkeypatch, need):
+    """By default: nothing is configured but that they are kernels of one server."""
+    async with shared_host.notebook("one") as one, shared_host.notebook("other") as other:
+        for value, kernel in enumerate((one, other), start=1):
+            await shared_host.allocate(kernel, 32, value, A)
+        paths = [kernel.lifecycle.kernel.fast_path() for kernel in (one, other)]
+        if need == "wake":
+            await other.provisioner.suspend()
+            await other.provisioner.checkpoint()
+        assert await one.provisioner.mirror()
+        await until_true(paths[0].mirrored)
+        assert paths[0].kept_bytes() == 32 * MIB
+
+        def available() -> int:
+            return (1 << 40) if not paths[0].kept_bytes() else preflight.MARGIN
+
+        for module in (preflight, host_memory, host_copies, compatibility):
+            monkeypatch.setattr(module, "available_memory", available)
+        if need != "wake":
+            await getattr(other.provisioner, need)()
+        assert await other.run("print(intact())") == "True"
+        assert paths[0].kept_bytes() == 0
+        assert await one.run("print(intact())") == "True"

@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import dataclasses
 import re
+import shutil
+import threading
 
 import pytest
 from harness import until
-from sharing_kernels import MIB, SharedHost, sharing
+from sharing_kernels import CELL, MIB, SharedHost, sharing
 from waiting import until as blocking_until
 
-from jupyter_gpu_ckpt.errors import GpuFull
+from jupyter_gpu_ckpt.errors import GpuFull, HostError
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server import models
 from jupyter_gpu_ckpt.sharing.participant import Residence
@@ -101,6 +103,90 @@ async def test_memory_is_taken_from_the_idle_one_and_a_cell_without_cuda_moves_n
         await until(lambda: one.state == "off_gpu")
         for kernel in (one, other):
             assert await kernel.run("print(intact(), n > 0)") == "True True"
+
+
+def looks() -> bool:
+    """Return whether the server has a thread that looks at kernels that share GPUs."""
+    return any(thread.name == "gpu-ckpt-sharing" for thread in threading.enumerate())
+
+
+async def test_a_kernel_that_does_not_use_cuda_costs_no_thread_no_file_and_no_call_of_the_driver(host):
+    async with host.notebook("one", gpu_sharing="room") as one:
+        await until(lambda: not looks())
+        assert await one.run("import time; print(6 * 7)") == "42"
+        busy = asyncio.create_task(one.run("time.sleep(0.5); print('done')"))
+        await until(looks)
+        assert await busy == "done"
+        await until(lambda: not looks())
+        assert "shared GPU" not in await one.run("%gpu_checkpoint --status")
+        await until(lambda: not looks())
+        assert not host.exchange.directory.exists()
+        assert [op for op, _ in host.driver.calls if op.startswith("nvml")] == []
+        await host.allocate(one, 60, 1, A)
+        await until(lambda: sharing(one).participant.on == (A,))
+        assert "shared GPU" in await one.run("%gpu_checkpoint --status")
+        assert looks()
+    await until(lambda: not looks())
+    assert host.exchange.participants == ()
+
+
+async def test_the_first_call_of_cuda_in_a_long_cell_is_seen(host):
+    async with host.notebook("one", gpu_sharing="room") as one:
+        await until(lambda: not looks())
+        host.driver.start({A: 68 * MIB}, pid=one.lifecycle.capsule.host_pid)
+        busy = asyncio.create_task(one.run(CELL.format(bytes=60 * MIB, value=1) + "compute(2.0)"))
+        await until(lambda: sharing(one).participant.turn is not None)
+        assert not busy.done()
+        await busy
+
+
+async def test_a_restarted_kernel_does_not_take_part_by_the_last_ones_socket(host):
+    async with host.notebook("one", gpu_sharing="room") as one:
+        await host.allocate(one, 60, 1, A)
+        await until(lambda: sharing(one).participant.on == (A,))
+        host.driver.remove(one.lifecycle.capsule.host_pid)
+        await one.manager.restart_kernel(now=True)
+        await one.client.wait_for_ready(timeout=60)
+        assert await one.run("print(1)") == "1"
+        await until(lambda: not looks())
+        assert not sharing(one).participant.on
+
+
+@pytest.mark.parametrize("where", ["never", "lost", "replaced"])
+async def test_where_no_directory_can_be_used_kernels_run_suspend_and_come_back(host, where, caplog):
+    """A file in its place, from the beginning or later; or a link, which nobody follows."""
+    directory = host.exchange.directory
+    if where == "never":
+        directory.write_text("")
+    async with host.notebook("one", gpu_sharing="room") as one:
+        await host.allocate(one, 60, 1, A)
+        if where != "never":
+            await until(lambda: sharing(one).participant.on == (A,))
+            shutil.rmtree(directory)
+            if where == "replaced":
+                directory.symlink_to(host.directory)
+            else:
+                directory.write_text("")
+        assert await one.run("print(intact())") == "True"
+        await until(lambda: "GPUs cannot be shared now" in caplog.text)
+        await one.provisioner.suspend()
+        with pytest.raises(HostError, match="directory of the GPU locks"):
+            await one.provisioner.resume()
+        assert one.state == "suspended"
+        directory.unlink()
+        assert await one.run("print(intact())") == "True"
+        await until(lambda: sharing(one).participant.on == (A,))
+    assert caplog.text.count("GPUs cannot be shared now") <= 2, "not at each look"
+    assert "A listener failed" not in caplog.text
+
+
+async def test_without_the_library_a_kernel_takes_part_once_it_has_loaded_the_driver(host):
+    async with host.notebook("one", gpu_sharing="room", fast_path="off") as one:
+        assert await one.run("print(1)") == "1"
+        await until(lambda: not looks())
+        host.driver.start({A: 68 * MIB}, pid=one.lifecycle.capsule.host_pid)
+        assert await one.run("print(2)") == "2"
+        await until(lambda: sharing(one).participant.on == (A,))
 
 
 async def test_of_two_idle_kernels_the_one_that_is_mirrored_leaves(host):
@@ -240,6 +326,7 @@ async def test_memory_that_a_context_had_which_did_not_come_about_is_no_turn(hos
         await host.allocate(two, 80, 2, A)
         await until(lambda: sharing(two).participant.on == (A,))
         pid, missing = one.lifecycle.capsule.host_pid, tmp_path / "missing"
+        sharing(one)._takes_part = True  # as by an earlier call of CUDA
         host.driver.start({A: 4 * MIB}, pid=pid)
         wait = f"while not pathlib.Path({str(missing)!r}).exists(): time.sleep(0.01)"
         cell = asyncio.create_task(one.run(f"{BEGIN}\n{wait}\nprint(begin({freed()!r}))"))
@@ -305,6 +392,20 @@ async def test_an_allocation_beyond_the_whole_gpu_fails_at_once(host, tmp_path, 
         await host.allocate(one, 8, 1, A)
         await one.run(GROW)
         assert await one.run(f"print(grow(100, {str(tmp_path / 'never')!r}))") == NO_MEMORY
+        assert await one.run("print(intact())") == "True"
+
+
+async def test_beside_programs_that_do_not_share_a_kernel_that_is_the_only_one_to_share_waits_for_nobody(
+    host, tmp_path, monkeypatch
+):
+    async with host.notebook("one", gpu_sharing="room") as one:
+        await host.allocate(one, 8, 1, A)
+        host.driver.start({A: 60 * MIB})
+        await one.run(GROW)
+        await until(lambda: sharing(one)._alone_since is not None)
+        monkeypatch.setattr("jupyter_gpu_ckpt.kernel.gpu_sharing._SURE_S", 1e6)
+        sharing(one)._alone_since = -1e9  # for longer than that
+        assert await one.run(f"print(grow(40, {str(tmp_path / 'never')!r}))") == NO_MEMORY
         assert await one.run("print(intact())") == "True"
 
 

@@ -44,15 +44,7 @@ def bench(tmp_path, runtime_base, programs, doubles, criu_binary, monkeypatch):
     @contextlib.asynccontextmanager
     async def kernel(directory, base, *, image_dir, **traits):
         async with host.notebook(f"{directory.name}-kernel", **{"gpu_sharing": "off", **traits}) as kernel:
-            fake = host.driver.processes[host.driver.start({A: 68 * MIB}, pid=kernel.lifecycle.capsule.host_pid)]
-
-            def follow(event) -> None:
-                if (event.kind, event.step) == ("completed", "end_process"):
-                    host.driver.processes.clear()
-                elif (event.kind, event.step) == ("completed", "criu_restore"):
-                    host.driver.add(fake, kernel.lifecycle.capsule.host_pid)
-
-            kernel.provisioner.sinks.append(follow)
+            host.start(kernel, {A: 68 * MIB})
             yield kernel
 
     def on_the_double(**how):
@@ -80,6 +72,16 @@ async def test_a_framework_s_row(bench, monkeypatch):
     others = await table.framework(run, "cupy")
     assert others[0].most == pytest.approx(figures["tensors off"].median + 0.1)
     assert {"out lock", "out swap_out", "out driver", "back driver", "back swap_in"} <= {*run.steps["cupy"]}
+
+
+async def test_the_row_of_a_copy_that_stays(bench, monkeypatch):
+    """Each round copies all of it anew."""
+    table, run = bench
+    run.medians |= {f"torch {what}": 1.0 for what in ("tensors off", "all off", "back")}
+    monkeypatch.setattr(table, "GIB", 60 * MIB / table.EACH)
+    figures = await table.kept(run, "kept")
+    assert [figure.most for figure in figures] == [1.1, 1.1, 1.1, None]
+    assert figures[3].met
 
 
 async def test_the_rows_of_jax_and_of_a_small_context(bench):

@@ -43,6 +43,7 @@ from ..errors import (
     NoSpace,
     ProtocolVersion,
     RuntimeDirectory,
+    UnprovenState,
     UnsupportedFile,
     UnsupportedTerminal,
 )
@@ -73,6 +74,12 @@ _UNSAVABLE: Mapping[str, tuple[type[GpuCkptError], str, str | None]] = {
         KernelBusy,
         "A process of the kernel cannot be stopped for a checkpoint: {}.",
         "Try again when it has done what it waits for. A process that a disk or a device does not answer waits, too.",
+    ),
+    "dispatches_calls": (
+        UnprovenState,
+        "The kernel has a thread that gets its system calls as signals (PR_SET_SYSCALL_USER_DISPATCH), in {}: that "
+        "would not come back from a checkpoint.",
+        "End that process (programs under Wine do this).",
     ),
 }
 _INIT = Path(__file__).with_name("run_init.py")

@@ -85,6 +85,10 @@ class DoesNotStop(TimeoutError):
     """A process does not stop; ``strerror`` names it, and the reason if that is known."""
 
 
+class DispatchesCalls(OSError):
+    """A thread gets its system calls as signals, which CRIU does not save; ``strerror`` names its process."""
+
+
 def _does_not_stop(pid: int) -> DoesNotStop:
     why = "does not stop"
     for child in procfs.children(pid):
@@ -320,7 +324,7 @@ def _sigtrap(injection: Injection, handler: int | None = None) -> int:
 
 
 def _inspect(pid: int) -> _SavedProcess:
-    """Save the state of a stopped process, and set SIGTRAP's guard."""
+    """Save the state of a stopped process, and set SIGTRAP's guard.  Raises `DispatchesCalls`, `OSError`."""
     locks = file_locks.held(pid)
     mappings = procfs.maps(pid)
     entry = next((each.start for each in mappings if each.permissions[2] == "x"), 0)
@@ -328,6 +332,8 @@ def _inspect(pid: int) -> _SavedProcess:
     with Injection.into(pid) as injection:
         for tid in procfs.threads(pid):
             with injection.thread(tid) as tracee:
+                if tracee.dispatches_calls():  # it would get those that are injected as well
+                    raise DispatchesCalls(errno.ENOTSUP, procfs.described(pid))
                 syscall_restart.begin_again(tracee, signals=_interrupting(pid, tid))
                 regsets = {kind: data for kind in MACHINE.regsets if (data := tracee.regset(kind)) is not None}
                 threads[tid] = _Thread(regsets, tracee.mask)
@@ -348,7 +354,8 @@ def _drop_guard(injection: Injection) -> None:
 def _unguard(pid: int) -> None:
     stop(pid, time.monotonic() + STOP_TIMEOUT)
     with Injection.into(pid) as injection:
-        _drop_guard(injection)
+        if not injection.leader.dispatches_calls():  # it has no guard
+            _drop_guard(injection)
 
 
 def unguard(

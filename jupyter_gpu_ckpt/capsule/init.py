@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule import namespaces
-from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard, DoesNotStop, unguard
+from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard, DispatchesCalls, DoesNotStop, unguard
 from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, SOCKET, VERSION
 from jupyter_gpu_ckpt.capsule.root_process import fork_below, root_of
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
@@ -71,6 +71,7 @@ _UNSAVABLE: dict[type[OSError], str] = {
     UnsavableConnection: "unsavable_connection",
     UnsavableSharedMemory: "deleted_mapping",
     DoesNotStop: "does_not_stop",
+    DispatchesCalls: "dispatches_calls",
 }
 
 

@@ -28,6 +28,8 @@ from .image import Image
 #: Shared memory is the kernel's, not a file of the user.
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - where glibc keeps it
 _BLOCK = 4 << 20
+#: Extended attributes that are kept (xattr(7)); Linux and its security modules set the others themselves.
+_OF_PROGRAMS = "user.", "system.posix_acl_access"
 #: Bytes of the largest file that is copied although the kernel only reads it.
 _SMALL = 16 << 20
 
@@ -36,7 +38,8 @@ _SMALL = 16 << 20
 class KeptFile:
     """A file as it was; ``copy``: the name of its copy, if there is one, and its hash.  ``mtime`` in ns.
 
-    ``owner``, ``group``: -1 if they are not known.  ``stamped``: a change of it changes ``mtime``.
+    ``owner``, ``group``: -1 if they are not known.  ``stamped``: a change of it changes ``mtime``.  ``attributes``: the
+    extended ones, in hexadecimal digits; None if they are not known.
     """
 
     bytes: int
@@ -47,6 +50,7 @@ class KeptFile:
     owner: int = -1
     group: int = -1
     stamped: bool = True
+    attributes: dict[str, str] | None = None
 
     @property
     def kept(self) -> bool:
@@ -91,7 +95,8 @@ def keep(
             if cost is not None or writes or not stamped:
                 copy = name if cost is not None else ""
                 mode, owners = stat.S_IMODE(facts.st_mode), (facts.st_uid, facts.st_gid)
-                found[path] = KeptFile(facts.st_size, facts.st_mtime_ns, mode, copy, "", *owners, stamped)
+                attributes = _attributes(path) if copy else None
+                found[path] = KeptFile(facts.st_size, facts.st_mtime_ns, mode, copy, "", *owners, stamped, attributes)
     with contextlib.suppress(OSError):  # an image has no empty directories
         directory.rmdir()
     return found
@@ -138,6 +143,8 @@ def differs(path: str, file: KeptFile) -> bool:
         now = os.lstat(path)
         if not stat.S_ISREG(now.st_mode) or now.st_size != file.bytes:
             return True
+        if file.attributes is not None and _attributes(path) != file.attributes:
+            return True
         if now.st_mtime_ns == file.mtime and file.stamped and not path.startswith(SHARED_MEMORY):
             return False
         return _hash(Path(path)) != file.blake3 if file.blake3 else not file.stamped
@@ -162,11 +169,22 @@ def put_back(path: str, file: KeptFile, directory: Path) -> None:
             with contextlib.suppress(PermissionError):  # only root can, who works in directories of others
                 os.fchown(made, file.owner, file.group)
             os.fchmod(made, file.mode)
+            for name, value in (file.attributes or {}).items():
+                os.setxattr(made, name, bytes.fromhex(value))
             os.utime(made, ns=(file.mtime, file.mtime))
             os.fsync(made)  # else a power failure may leave a file without content
         draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _attributes(path: str) -> dict[str, str] | None:
+    """Return the extended attributes of a file that a program sets: its own, and lists of who may access the file."""
+    try:
+        names = [name for name in os.listxattr(path, follow_symlinks=False) if name.startswith(_OF_PROGRAMS)]
+        return {name: os.getxattr(path, name, follow_symlinks=False).hex() for name in sorted(names)}
+    except OSError:  # a file system without them
+        return None
 
 
 def _hash(path: Path) -> str:

@@ -32,6 +32,7 @@ from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.image import Image
 from ..image.manifest import Manifest
+from ..node.facts import unreachable
 from ..node.fingerprint import fingerprint
 from ..process import connections, descriptors, shared_memory
 from ..process.sockets import let_ports_be_rebound
@@ -301,11 +302,18 @@ def _parents(pids: Iterable[int]) -> dict[str, str]:
 
 
 def _require_restorable(directory: Path) -> None:
-    """Raise `UnsupportedFile` if the dump in ``directory`` has an open file that no restore could open."""
+    """Raise `UnsupportedFile` if the dump in ``directory`` has a file that no restore could open, or no wake find."""
     if found := images.unrestorable(directory):
         more = f" and {len(found) - 1} more" if found[1:] else ""
         reason = "which belongs to one of its threads or is its working directory: it could not be opened again"
         raise errors.UnsupportedFile(f"The kernel has {found[0]} open{more}, {reason}.", culprit=found[0], files=found)
+    if found := sorted(unreachable({file.path for file in images.regular_files(directory)})):
+        more = f" and {len(found) - 1} more" if found[1:] else ""
+        message = (
+            f"The kernel uses {found[0]}{more}, in a directory that this user may not search: no wake would find it."
+        )
+        hint = "Allow that again (chmod u+x), or close it, and try again."
+        raise errors.UnsupportedFile(message, hint=hint, culprit=found[0], files=found)
     if found := images.with_too_long_names(directory):
         more = f" and {len(found) - 1} more" if found[1:] else ""
         message = f"The kernel has deleted files open whose names are too long to be made again: {found[0]}{more}."

@@ -151,6 +151,8 @@ def _why_not_kept(path: str, image: Image, file: KeptFile | None) -> str:
         return "program code is copied on Btrfs and XFS only"
     if file is None and not was.get("writes"):
         return "it was only read, and only small files are copied then"
+    if file is not None and not file.mode & stat.S_IRUSR:
+        return "its owner may not read it"
     return "it was too large (`save_point_file_bytes`), or the disk was full"
 
 
@@ -184,7 +186,9 @@ def put_files_back(image: Image, paths: Iterable[str], files: Readable, present:
         try:
             kept_files.put_back(path, kept[path], directory)
         except OSError as error:
-            raise MissingFile(f"{path} cannot be put back: {error.strerror}.", culprit=path) from error
+            folder = Path(path).parent
+            hint = None if folder.is_dir() else f"Make the directory {folder} again, and try again."
+            raise MissingFile(f"{path} cannot be put back: {error.strerror}.", hint=hint, culprit=path) from error
 
 
 def put_missing_files_back(store: Store, image: Image) -> None:

@@ -9,7 +9,7 @@ import re
 import socket
 import stat
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,6 +87,17 @@ def file_facts(path: str) -> dict[str, Any] | None:
         device, inode, size, mtime, ctime = identity(status)
         return {"size": size, "mode": status.st_mode, "device": device, "inode": inode, "mtime": mtime, "ctime": ctime}
     return None
+
+
+def unreachable(paths: Iterable[str]) -> Iterator[str]:
+    """Yield those of ``paths`` that this process may not look up, whatever is there: a directory denies it."""
+    for path in paths:
+        try:
+            os.stat(path)
+        except PermissionError:
+            yield path
+        except (OSError, ValueError):
+            pass
 
 
 def identity(status: os.stat_result) -> tuple[int, int, int, int, int]:

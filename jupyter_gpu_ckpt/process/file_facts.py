@@ -21,10 +21,10 @@ from jupyter_gpu_ckpt.process import syscalls
 TIMEOUT = 2.0
 
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = -100, 0x1000, 0x4000
-_STATX_TYPE, _STATX_MODE, _STATX_MTIME, _STATX_INO, _STATX_BTIME = 0x1, 0x2, 0x40, 0x100, 0x800
-#: ``struct statx``, and where the mode, the inode, the times of birth and of the last change and the device of a device
-#: file are.
-_STATX_BYTES, _AT_MODE, _AT_BTIME, _AT_MTIME, _AT_DEVICE = 256, 28, 80, 112, 128
+_STATX_TYPE, _STATX_MODE, _STATX_NLINK, _STATX_MTIME, _STATX_INO, _STATX_BTIME = 0x1, 0x2, 0x4, 0x40, 0x100, 0x800
+#: ``struct statx``, and where the number of names, the mode, the inode, the times of birth and of the last change and
+#: the device of a device file are.
+_STATX_BYTES, _AT_NLINK, _AT_MODE, _AT_BTIME, _AT_MTIME, _AT_DEVICE = 256, 16, 28, 80, 112, 128
 _RESOLVE_CACHED = 0x20
 
 
@@ -47,6 +47,12 @@ def of(path: str, directory: int = _AT_FDCWD, flags: int = 0) -> FileFacts:
     seconds, nanoseconds = struct.unpack_from("=qI", buffer, _AT_MTIME)
     major, minor = struct.unpack_from("=II", buffer, _AT_DEVICE)
     return FileFacts(mode, (major, minor), inode, seconds * 10**9 + nanoseconds)
+
+
+def names(path: str) -> int:
+    """Return the number of names that a file has, without waiting, as `of`; raises `OSError`."""
+    (count,) = struct.unpack_from("=I", _statx(path, _AT_FDCWD, 0, _STATX_NLINK), _AT_NLINK)
+    return int(count)
 
 
 def birth_ns(path: str) -> int:

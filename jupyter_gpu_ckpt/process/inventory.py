@@ -18,6 +18,8 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
+import itertools
 import os
 import re
 import select
@@ -122,6 +124,8 @@ _OPEN_FILES = re.compile(r"^Max open files +(\d+) ", re.M)
 #: SIGTRAP (of a tracer), SIGCHLD and SIGSTOP (of a dump).
 _HARMLESS_SIGNALS = 1 << 4 | 1 << 16 | 1 << 18
 _O_DIRECT = 0o40000
+#: Of a pidfd, ``O_EXCL`` in its flags.
+_PIDFD_THREAD = os.O_EXCL
 _DELETED = " (deleted)"
 #: Bytes of a deleted file's name with which it may come back; and with which it does, whatever number CRIU gives it.
 _LONGEST_NAME, _SAFE_NAME = 244, 235
@@ -228,7 +232,36 @@ def inspect(
             names = " and ".join(map(procfs.described, sorted(holders - {tree.kernel})))
             what = f"an eventfd that is a semaphore and that processes share, {names}"
             found.refuse(what, hint="End the process that shares it.")
+    if "kcmp" not in mine.forbidden:
+        for what, number in (("memory (CLONE_VM)", syscalls.KCMP_VM), ("directories (CLONE_FS)", syscalls.KCMP_FS)):
+            for first, second in _sharing(tree.pids, number):
+                shown = f"processes that share their {what}, {procfs.described(first)} and {procfs.described(second)}"
+                found.refuse(shown, hint="End one of them.")
     return found
+
+
+def _sharing(pids: Sequence[int], number: int) -> Iterator[tuple[int, int]]:
+    """Yield pairs of processes that have the same object of the kind that ``number`` names for ``kcmp(2)``.
+
+    A parent that waits for its child to start a program (vfork) is not among them: that passes, or it does not stop.
+    """
+
+    def order(first: int, second: int) -> int:
+        try:
+            return (0, -1, 1)[syscalls.call("kcmp", first, second, number, 0, 0)]
+        except OSError:  # one of them has ended
+            return first - second
+
+    def runs(pid: int) -> bool:
+        with contextlib.suppress(*procfs.GONE):
+            return procfs.stat(pid).state != "D" and not procfs.is_ending(pid)
+        return False
+
+    ordered = sorted(filter(runs, pids), key=functools.cmp_to_key(order))
+    for first, second in itertools.pairwise(ordered):
+        # Of an ending process Linux compares nothing, which is equal.
+        if order(first, second) == 0 and runs(first) and runs(second):
+            yield min(first, second), max(first, second)
 
 
 def _refuse_hidden(pid: int, found: Found, error: PermissionError, *, is_child: bool) -> None:
@@ -629,6 +662,7 @@ class _Process:
         kind = facts.mode
         if not stat.S_ISDIR(kind):
             self.deleted_name(target, facts.inode, f"open (descriptor {number})")
+            self.remaining_name(path, target, facts.inode, number)
         if stat.S_ISFIFO(kind):
             if int(procfs.fdinfo(self.pid, number)["flags"], 8) & _O_DIRECT:
                 self.refuse_file(f"a pipe in packet mode (O_DIRECT, descriptor {number})")
@@ -659,6 +693,18 @@ class _Process:
             what = f"a deleted file {used} whose name has {bytes} bytes ({path})"
             hint = f"Close it; or give the file a name of at most {_SAFE_NAME} bytes before it is deleted (os.rename)."
             self.refuse_file(what, hint)
+
+    def remaining_name(self, path: str, target: str, inode: int, number: int) -> None:
+        """Refuse a file that has a name although this one was deleted, in a directory where its user may make none.
+
+        CRIU makes one there, in the user's own directories in any case, and the server could not remove it.
+        """
+        if os.geteuid() != 0 and (deleted := procfs.path_of_deleted(target, inode)) and file_facts.names(path):
+            directory = os.path.dirname(deleted)
+            if os.path.isdir(directory) and not os.access(directory, os.W_OK | os.X_OK):
+                what = f"a file that was deleted under the name {deleted}, and has another one (descriptor {number})"
+                hint = f"Allow its user to write to {directory} (chmod u+wx), or close the file, and try again."
+                self.refuse_file(f"{what}, in a directory that its user may not write to", hint)
 
     def file_system(self, target: str, number: int) -> str:
         """Why a regular file's file system keeps it from coming back, as a noun phrase; empty if it does not.
@@ -704,8 +750,11 @@ class _Process:
         elif name == "[eventpoll]":
             self.epoll(number, text)
         elif name == "[pidfd]":
-            pid = int(procfs.fields(text).get("Pid", "-1"))
-            if pid not in self.tree.pids and pid != -1:
+            facts = procfs.fields(text)
+            pid = int(facts.get("Pid", "-1"))
+            if int(facts["flags"], 8) & _PIDFD_THREAD:
+                self.refuse_file(f"a pidfd of a thread (PIDFD_THREAD, descriptor {number})")
+            elif pid not in self.tree.pids and pid != -1:
                 self.refuse_file(f"a pidfd of a process that does not come along (descriptor {number})")
         elif name == "inotify":
             self.inotify(number)

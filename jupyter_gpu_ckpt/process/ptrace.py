@@ -22,6 +22,7 @@ PTRACE_POKEUSER, PTRACE_CONT, PTRACE_DETACH, PTRACE_SYSCALL = 6, 7, 17, 24
 PTRACE_GETREGSET, PTRACE_SETREGSET, PTRACE_SEIZE, PTRACE_INTERRUPT = 0x4204, 0x4205, 0x4206, 0x4207
 PTRACE_GETEVENTMSG = 0x4201
 PTRACE_GETSIGMASK, PTRACE_SETSIGMASK = 0x420A, 0x420B
+PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG = 0x4211
 PTRACE_O_TRACESYSGOOD, PTRACE_O_EXITKILL, PTRACE_EVENT_STOP = 1, 1 << 20, 128
 #: FORK, VFORK and CLONE: each child is traced from its beginning, as its parent is.
 PTRACE_O_TRACEFORKS, PTRACE_EVENT_FORKS = 0x2 | 0x4 | 0x8, (1, 2, 3)
@@ -296,6 +297,17 @@ class Tracee(contextlib.AbstractContextManager["Tracee"]):
         ptrace(PTRACE_SETSIGMASK, self.tid, 8, ctypes.addressof(value))
 
     # -- a system call in its name
+
+    def dispatches_calls(self) -> bool:
+        """Return whether the thread gets its system calls as signals (PR_SET_SYSCALL_USER_DISPATCH); False if unknown.
+
+        Linux shows it since 6.4.
+        """
+        config = (ctypes.c_uint64 * 4)()
+        with contextlib.suppress(OSError):
+            request = PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG
+            ptrace(request, self.tid, ctypes.sizeof(config), ctypes.addressof(config))
+        return config[0] == 1
 
     def call(self, at: int, number: int, *arguments: int) -> int:
         """Make a system call by the instruction at address ``at``.  Return its result, negative for an error.

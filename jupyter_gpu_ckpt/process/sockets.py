@@ -33,6 +33,8 @@ TCP_SENT_END, TCP_RECEIVED_END = {4, 5, 9, 11}, {8, 9, 11}
 #: Options about addresses that are in use already.
 REUSE = socket.SO_REUSEADDR, socket.SO_REUSEPORT
 _SO_PASSCRED = 16
+#: Options by which each datagram that a unix socket receives has a time stamp, of its arrival.
+_TIME_STAMPS = 29, 35, 63, 64
 _MCAST_JOIN_GROUP, _MCAST_MSFILTER = 42, 48
 _EXCLUDE = 0
 _LONGEST = 256
@@ -241,6 +243,10 @@ def _unix_refusal(sock: socket.socket, descriptors: int) -> str:
                 return "out-of-band data in a unix socket"
     elif _has_empty_message(sock):
         return "an empty message in a unix socket that is not received yet"
+    elif _waiting(sock) and any(sock.getsockopt(socket.SOL_SOCKET, option) for option in _TIME_STAMPS):
+        return "a message with a time stamp (SO_TIMESTAMP) in a unix socket that is not received yet"
+    elif sock.type == socket.SOCK_DGRAM and (sender := _named_sender(sock)):
+        return f"a message in a unix socket that is not received yet, from a socket with a name ({sender})"
     return ""
 
 
@@ -279,15 +285,42 @@ def _has_empty_message(sock: socket.socket) -> bool:
         return True
     if events & select.POLLERR:  # receiving anything would take the error away from the program
         return False
-    before = sock.getsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"])
-    sock.setsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"], 0)
-    try:
+    with _peeking(sock):
         found = _peeks_empty(sock, ends=ends)
-    finally:
-        sock.setsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"], before)
     if found:
         _with_empty_message.add(inode)
     return found
+
+
+@contextlib.contextmanager
+def _peeking(sock: socket.socket) -> Iterator[None]:
+    """Have each peek in the body show the next bytes, from the first that is queued on."""
+    before = sock.getsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"])
+    sock.setsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"], 0)
+    try:
+        yield
+    finally:
+        sock.setsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"], before)
+
+
+def _named_sender(sock: socket.socket) -> str:
+    """Return the name of a sender of a queued datagram, to which its reader may answer; empty if none has one.
+
+    CRIU sends what is queued anew, from a socket without a name.
+    """
+    events = _events(sock)
+    if not events & select.POLLIN or events & select.POLLERR:  # as `_has_empty_message`
+        return ""
+    with _peeking(sock):
+        while True:
+            try:
+                _, sender = sock.recvfrom(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except OSError:  # there is no more
+                return ""
+            if isinstance(sender, bytes) and sender:  # of no file
+                return sender.replace(b"\0", b"@", 1).decode(errors="replace")
+            if sender:
+                return str(sender)
 
 
 def _peeks_empty(sock: socket.socket, *, ends: bool) -> bool:

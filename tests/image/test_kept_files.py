@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -40,6 +41,22 @@ def test_a_file_whose_times_prove_nothing_is_the_same_only_if_its_copy_is(tmp_pa
     path.write_bytes(b"now ")
     os.utime(path, ns=times)
     assert kept_files.differs(str(path), kept)
+
+
+def test_a_file_that_is_put_back_has_the_extended_attributes_that_it_had(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("as then")
+    os.setxattr(path, "user.origin", b"measured\0")
+    files = kept_files.keep({str(path): {"writes": True}}, [], tmp_path / "kept", 100, 100)
+    [facts] = kept_files.hashed(files, tmp_path / "kept").values()
+    kept = kept_files.KeptFile(**json.loads(json.dumps(facts)))
+    assert not kept_files.differs(str(path), kept)
+    os.setxattr(path, "user.origin", b"guessed")
+    assert kept_files.differs(str(path), kept)
+    path.unlink()
+    kept_files.put_back(str(path), kept, tmp_path / "kept")
+    assert os.getxattr(path, "user.origin") == b"measured\0"
+    assert not kept_files.differs(str(path), kept)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only root's kernels have files of others")

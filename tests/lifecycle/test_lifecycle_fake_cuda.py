@@ -596,7 +596,7 @@ class Lost:
 
 @pytest.mark.parametrize("said", [{"gc": 0.25, "trim": "long", "a path": 1.0}, [0.25], None])
 def test_a_quiesce_s_parts_are_in_the_trace_and_not_in_the_image(rig, said):
-    """As far as they are numbers that the agent knows of: the kernel's user may have changed it."""
+    """Only numbers of parts that the agent knows of: the kernel's user may have changed it."""
     rig.gate.report, events = {"seconds": said}, []
     rig.lifecycle.trace.sinks.append(events.append)
     rig.lifecycle.checkpoint()

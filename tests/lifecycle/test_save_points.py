@@ -264,6 +264,22 @@ async def test_files_are_as_then_or_as_now_and_never_overwritten_without_a_word(
     assert await kernel.run("print(n)") == "9"
 
 
+async def test_a_file_whose_directory_has_gone_comes_back_with_its_attributes_once_the_directory_is_there(
+    kernel, tmp_path
+):
+    made = "import os; os.mkdir('day'); log = open('day/log', 'w'); log.write('then'); log.flush()"
+    await kernel.run(f"{made}; os.setxattr('day/log', 'user.origin', b'then')")
+    await kernel.provisioner.save("one")
+    await kernel.run("import shutil; shutil.rmtree('day'); x = 41")
+    with pytest.raises(MissingFile) as caught:
+        await kernel.provisioner.back("one", "then")
+    assert f"Make the directory {tmp_path}/day again" in caught.value.hint
+    assert await kernel.run("print(x)") == "41"
+    (tmp_path / "day").mkdir()
+    await kernel.provisioner.back("one", "then")
+    assert await kernel.run("print(os.getxattr(log.fileno(), 'user.origin'), open('day/log').read())") == "b'then' then"
+
+
 MAPPED = """
 import mmap
 with open("mapped", "w+b") as file: file.write(b"." * 8192); file.flush(); mapped = mmap.mmap(file.fileno(), 0)

@@ -72,6 +72,20 @@ REFUSED |= {
         "ipcrm -s",
     ),
 }
+#: A process that is made by clone(2), with memory or directories of its maker; it ends with that.
+SHARING = (
+    "import ctypes, time; libc = ctypes.CDLL(None); stack = ctypes.create_string_buffer(65536)\n"
+    "top = ctypes.c_void_p(ctypes.addressof(stack) + 65520 & ~15)\n"
+    "def end(*_):\n    import os; os.kill(other, 9); os._exit(0)\n"
+    "import signal; signal.signal(signal.SIGTERM, end)\n"
+    "other = libc.clone(libc.pause, top, {flags} | 17, None); assert other > 0" + READY
+)
+for share, flag in {"memory (CLONE_VM)": 0x100, "directories (CLONE_FS)": 0x200}.items():
+    REFUSED[f"its {share}"] = (
+        SHARING.format(flags=flag),
+        f"processes that share their {share}, {{named}} and process ",
+        "End one of them",
+    )
 if ROOT:
     REFUSED["its user"] = (
         "import os, time; os.setgid(54321); os.setuid(54321); print('ready', flush=True); time.sleep(1000)",

@@ -82,6 +82,27 @@ UNPROVEN = [
         UnsupportedSocket,
         "SCM_RIGHTS",
     ),
+    (
+        "import socket; a, b = (socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2))\n"
+        "a.bind('asks.sock'); b.bind('answers.sock'); c = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "c.sendto(b'nobody', 'answers.sock'); a.sendto(b'question', 'answers.sock')",
+        "b.recv(9); assert b.recvfrom(9) == (b'question', 'asks.sock')",
+        UnsupportedSocket,
+        "from a socket with a name (asks.sock)",
+    ),
+    (
+        "import socket; a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "b.setsockopt(socket.SOL_SOCKET, 29, 1); a.send(b'x')",
+        "b.recv(9)",
+        UnsupportedSocket,
+        "a message with a time stamp (SO_TIMESTAMP)",
+    ),
+    (
+        "import ctypes, os; fd = ctypes.CDLL(None).syscall(434, os.getpid(), os.O_EXCL); assert fd > 0",
+        "os.close(fd)",
+        UnsupportedFile,
+        "a pidfd of a thread (PIDFD_THREAD, descriptor ",
+    ),
 ]
 
 
@@ -130,6 +151,48 @@ async def test_an_administrator_may_let_it(tmp_path, runtime_base):
         assert await kernel.run("print(x)") == "41"
 
 
+#: A program that gets its system calls as signals where its selector says so (prctl(2)): always, or never now.
+DISPATCHES = r"""
+import subprocess
+source = r'''
+#include <sys/prctl.h>
+#include <stdio.h>
+#include <pthread.h>
+#include <unistd.h>
+volatile char selector;
+void *dispatch(void *all) {
+    if (prctl(59, 1, 0, 0, &selector)) return 0;
+    puts("ready"); fflush(stdout);
+    selector = all != 0;
+    while (selector) ;
+    for (;;) pause();
+}
+int main(int count, char **words) {
+    pthread_t thread;
+    if (words[1][0] == 'm') dispatch(words[1][1] ? &thread : 0);
+    pthread_create(&thread, 0, dispatch, 0);
+    pthread_join(thread, 0);
+}
+'''
+subprocess.run(["cc", "-pthread", "-x", "c", "-o", "dispatches", "-"], input=source.encode(), check=True)
+program = subprocess.Popen(["./dispatches", "WHERE"], stdout=subprocess.PIPE)
+assert program.stdout.readline().strip() == b"ready"
+"""
+
+
+@pytest.mark.parametrize("where", ["m", "main and now", "thread"])
+async def test_system_calls_that_become_signals_are_refused_and_stay_so(kernel, where):
+    await kernel.run(DISPATCHES.replace("WHERE", where))
+    with pytest.raises(UnprovenState) as caught:
+        await kernel.provisioner.checkpoint()
+    assert "PR_SET_SYSCALL_USER_DISPATCH" in caught.value.message
+    assert "dispatches" in caught.value.message
+    assert caught.value.left == "the kernel runs on"
+    assert await kernel.run("print(program.poll()); program.kill(); n = program.wait()") == "None"
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(n)") == "-9"
+
+
 @pytest.mark.skipif(ROOT, reason="root may look into any process: `tests/test_rootless.py` runs this as somebody else")
 async def test_a_kernel_that_is_not_dumpable_is_refused_in_words(kernel):
     await kernel.run("import ctypes; print(ctypes.CDLL(None).prctl(4, 0, 0, 0, 0))")
@@ -139,6 +202,33 @@ async def test_a_kernel_that_is_not_dumpable_is_refused_in_words(kernel):
         await kernel.provisioner.checkpoint()
     assert "PR_SET_DUMPABLE" in caught.value.message
     assert await kernel.run("ctypes.CDLL(None).prctl(4, 1, 0, 0, 0); x = 41") == ""
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(x)") == "41"
+
+
+@pytest.mark.skipif(ROOT, reason="root searches any directory: `tests/test_rootless.py` runs this as somebody else")
+@pytest.mark.parametrize(
+    ("use", "mode", "words"),
+    [
+        ("f = open('in/file', 'w+')", 0, "/in/file, in a directory that this user may not search"),
+        ("os.chdir('in/side')", 0, "/in/side, in a directory that this user may not search"),
+        (
+            "f = open('in/file', 'w+'); os.link('in/file', 'in/another'); os.unlink('in/file')",
+            0o500,
+            "a directory that its user may not write to",
+        ),
+    ],
+    ids=["open", "the working directory", "deleted, with another name"],
+)
+async def test_a_file_in_a_directory_that_was_closed_after_it_was_opened_is_refused(kernel, use, mode, words):
+    """No wake could find it, or remove what the dump makes there."""
+    await kernel.run(f"import os; os.makedirs('in/side'); top = os.path.abspath('in'); {use}; os.chmod(top, {mode})")
+    with pytest.raises(UnsupportedFile) as caught:
+        await kernel.provisioner.checkpoint()
+    assert words in caught.value.message
+    assert (caught.value.left, "chmod u+" in caught.value.hint) == ("the kernel runs on", True)
+    left = "print([name for name in os.listdir(top) if name.startswith('link_remap')])"
+    assert await kernel.run(f"os.chmod(top, 0o700); x = 41; {left}") == "[]"
     await kernel.provisioner.checkpoint()
     assert await kernel.run("print(x)") == "41"
 

@@ -6,6 +6,7 @@ that suspends is given the library's numbers.
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 
 from fast_program import MIB, Program
@@ -101,4 +102,4 @@ def chunks(image: Image) -> list[Path]:
 
 def kept(kernel: FastKernel) -> list[Path]:
     """Files of device memory that is on the disk, and in no image."""
-    return sorted(kernel.store.root.glob(".draft-chunks-*/*"))
+    return sorted(map(Path, glob.glob(f"{kernel.store.root}/.draft-chunks-*/*")))  # a directory may go meanwhile

@@ -216,9 +216,18 @@ class Completion:
             process.wait()
 
     def _request(self, **request: Any) -> None:
+        """Send a request.  Raises `OSError`, also where the process does not read it in `_ACCEPT` seconds."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
+        fd, deadline = self._process.stdin.fileno(), time.monotonic() + _ACCEPT
+        text = json.dumps(request).encode() + b"\n"
+        os.set_blocking(fd, False)  # a pipe takes less than a large manifest
+        writable = select.poll()
+        writable.register(fd, select.POLLOUT)
+        while text:
+            if not writable.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeoutError("The process that completes images does not read.")
+            with contextlib.suppress(BlockingIOError):
+                text = text[os.write(fd, text) :]
 
     # -- the claim of an image that may still be a draft
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from jupyter_gpu_ckpt.image import completion, device_memory, save_point, verify
 from jupyter_gpu_ckpt.image.completion import Completion
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.image import Image
+from jupyter_gpu_ckpt.image.manifest import Manifest
 from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.image.store import Store
@@ -158,14 +160,19 @@ def test_where_it_cannot_wait_it_is_written_first(fast_kernel, monkeypatch, tmp_
         goes_there(kernel, present)
 
 
-def test_a_process_that_does_not_accept_it(kernel, monkeypatch):
-    hand_over = Completion.hand_over
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_process_that_does_not_accept_it(kernel, monkeypatch, how):
+    """A pipe does not take a large manifest while nobody reads it."""
+    hand_over, to_json = Completion.hand_over, Manifest.to_json
 
-    def killed(self: Completion, manifest) -> None:
-        self._process.kill()
-        hand_over(self, manifest)
+    def unread(self: Completion, manifest: Manifest) -> None:
+        self._process.send_signal(how)
+        with monkeypatch.context() as patch:
+            patch.setattr(completion, "_ACCEPT", 0.5)
+            patch.setattr(Manifest, "to_json", lambda manifest: to_json(manifest) + " " * (2 << 20))
+            hand_over(self, manifest)
 
-    monkeypatch.setattr(Completion, "hand_over", killed)
+    monkeypatch.setattr(Completion, "hand_over", unread)
     present = kernel.lifecycle.back("point")
     assert has(kernel, THEN)
     kernel.runs_on()

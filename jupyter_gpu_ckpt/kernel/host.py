@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import logging
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +51,8 @@ from .worker import Worker
 #: Why kernels of a `Launch.key` are started plainly, as long as this process lives.  They end before their first answer
 #: in a capsule: for example because they can listen on TCP only.
 UNFIT: dict[tuple[str, ...], KernelUnfit] = {}
+#: Signals that others send, Linux where memory is short among them: a kernel that they end may well live in a capsule.
+_SENT = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 @dataclass(frozen=True)
@@ -469,7 +472,8 @@ class KernelHost:
                 answered = self._open_gate(gate, launch.start_timeout)
             if answered:
                 self._log.warning("Kernel %s: %s", self.kernel_id, error)
-                UNFIT[launch.key] = error
+                if -status not in _SENT:
+                    UNFIT[launch.key] = error
 
     def _connect_attached(self, lifecycle: Lifecycle, gate: Gate, timeout: float) -> None:
         """Connect the gate to a kernel that was attached while it ran."""

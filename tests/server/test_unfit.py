@@ -18,13 +18,21 @@ if json.load(open(sys.argv[1]))["transport"] != "tcp":
 os.execv(sys.executable, [sys.executable, "-m", "ipykernel_launcher", "-f", sys.argv[1]])
 """
 BROKEN = "import sys; sys.exit(3)"
+#: Somebody kills it before it answers, once.
+KILLED = """
+import os, signal, sys
+if not os.path.exists(sys.argv[0] + ".was"):
+    open(sys.argv[0] + ".was", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+os.execv(sys.executable, [sys.executable, "-m", "ipykernel_launcher", "-f", sys.argv[1]])
+"""
 SLOW = "import time; time.sleep(600)"
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, module_runtime_base, criu_binary):
     home = tmp_path_factory.mktemp("unfit")
-    for name, program in (("picky", PICKY), ("broken", BROKEN), ("slow", SLOW)):
+    for name, program in (("picky", PICKY), ("broken", BROKEN), ("slow", SLOW), ("killed", KILLED)):
         place = home / "data" / "kernels" / name
         place.mkdir(parents=True)
         (place / "program.py").write_text(program)
@@ -97,6 +105,15 @@ def test_other_kernelspecs_are_not_meant(served):
     kernel_id = start(served, "python3")
     assert served.run(kernel_id, "print(1)") == "1"
     assert served.get(f"gpu-ckpt/kernels/{kernel_id}")["checkpointable"]
+
+
+def test_one_that_was_killed_says_nothing_about_others_of_its_kernelspec(served):
+    first = start(served, "killed")
+    assert run_plain(served, first, "print(1)") == "1"
+    assert "signal 9 before it had answered" in served.get(f"gpu-ckpt/kernels/{first}")["reason"]
+    second = start(served, "killed")
+    assert served.run(second, "print(2)") == "2"
+    assert served.get(f"gpu-ckpt/kernels/{second}")["checkpointable"]
 
 
 def test_a_kernel_that_ends_wherever_it_is_started_is_not_called_unfit_for_good(served):

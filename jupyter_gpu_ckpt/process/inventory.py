@@ -699,7 +699,9 @@ class _Process:
 
         CRIU makes one there, in the user's own directories in any case, and the server could not remove it.
         """
-        if os.geteuid() != 0 and (deleted := procfs.path_of_deleted(target, inode)) and file_facts.names(path):
+        if os.geteuid() == 0 or not target.endswith(_DELETED) or not file_facts.names(path):
+            return
+        if deleted := procfs.path_of_deleted(target, inode):
             directory = os.path.dirname(deleted)
             if os.path.isdir(directory) and not os.access(directory, os.W_OK | os.X_OK):
                 what = f"a file that was deleted under the name {deleted}, and has another one (descriptor {number})"

@@ -60,7 +60,7 @@ def drop():
     settle()
 """
 )
-_TORCH_LOOP = """
+TORCH_LOOP = """
 import random, time, torch
 def loop(seed):
     chosen = random.Random(seed)
@@ -179,20 +179,20 @@ def drop():
 )
 
 PROGRAMS = {
-    "torch": Program("PyTorch", _TORCH, ("torch",), loop=_TORCH_LOOP),
+    "torch": Program("PyTorch", _TORCH, ("torch",), loop=TORCH_LOOP),
     "expandable": Program(
         "PyTorch, expandable_segments",
         _TORCH,
         ("torch",),
         {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-        _TORCH_LOOP,
+        TORCH_LOOP,
     ),
     "async": Program(
         "PyTorch, cudaMallocAsync",
         _TORCH,
         ("torch",),
         {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
-        _TORCH_LOOP,
+        TORCH_LOOP,
     ),
     "jax": Program("JAX, memory as needed", _JAX, ("jax",), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
     "jax-preallocated": Program("JAX as it comes", _JAX, ("jax",)),  # three quarters of the GPU

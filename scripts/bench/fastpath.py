@@ -35,6 +35,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
+from device_programs import TORCH_LOOP
 from harness import notebook, until
 
 from jupyter_gpu_ckpt.cuda.gpus import Gpus
@@ -129,18 +130,6 @@ for _ in range(3): step()
 torch.cuda.synchronize(); began = time.perf_counter()
 for _ in range(20): step()
 torch.cuda.synchronize(); print((time.perf_counter() - began) / 20)
-"""
-ALLOCATIONS = """
-import random, time, torch
-def loop(seed):
-    chosen = random.Random(seed)
-    for turn in range(40):
-        held = [torch.empty(chosen.randrange(1 << 20, 96 << 20), dtype=torch.uint8, device='cuda') for _ in range(30)]
-        for each in held: each[:1024].zero_()
-        del held, each
-        if turn % 8 == 7: torch.cuda.empty_cache()
-loop(0); torch.cuda.synchronize(); began = time.perf_counter()
-loop(1); torch.cuda.synchronize(); print(time.perf_counter() - began)
 """
 
 
@@ -297,7 +286,7 @@ async def steady(place: Path, base: Path) -> dict[str, list[float]]:
         notebook(place / "without", base, fast_path="off") as stock,
     ):
         for turn in range(TURNS + 1):
-            for work, code in (("training", TRAINING), ("allocations", ALLOCATIONS)):
+            for work, code in (("training", TRAINING), ("allocations", TORCH_LOOP)):
                 for name, kernel in (("with", ours), ("without", stock))[:: 1 if turn % 2 else -1]:
                     took = float(await kernel.run(code, timeout=120))
                     if turn:

@@ -103,6 +103,16 @@ def is_whole(kernel: FastKernel, present: Image) -> None:
     assert drafts(kernel) == []
 
 
+def back_beside_its_state(kernel: FastKernel) -> Image:
+    """Go back; return the one save point of the state from before, which is whole and in which nothing sleeps."""
+    [present] = presents(kernel)
+    is_whole(kernel, present)
+    assert present.retired
+    kernel.lifecycle.back("point")
+    assert has(kernel, THEN)
+    return present
+
+
 def goes_there(kernel: FastKernel, present: Image) -> None:
     """Undo the going back."""
     kernel.lifecycle.back(save_point.of_image(present).name)
@@ -236,11 +246,7 @@ def test_a_restore_that_fails_waits_for_the_present_state_and_wakes_it(kernel, m
     assert [len(each) for each in tries] == [0, 0, 1]
     kernel.driver.processes[kernel.pid] = kernel.fake
     assert has(kernel, NOW)
-    [present] = presents(kernel)
-    is_whole(kernel, present)
-    assert present.retired
-    kernel.lifecycle.back("point")
-    assert has(kernel, THEN)
+    back_beside_its_state(kernel)
 
 
 # -- a disk that is filled by others once the old process has ended
@@ -359,12 +365,7 @@ def test_a_fault_before_the_old_process_has_ended_leaves_the_kernel_and_a_whole_
     else:
         kernel.lifecycle.back("point")
         assert has(kernel, THEN)
-    [present] = presents(kernel)
-    is_whole(kernel, present)
-    assert present.retired
-    kernel.lifecycle.back("point")
-    assert has(kernel, THEN)
-    goes_there(kernel, present)
+    goes_there(kernel, back_beside_its_state(kernel))
 
 
 def test_a_quota_is_known_before_the_old_process_ends(kernel):

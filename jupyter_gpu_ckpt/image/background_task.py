@@ -1,10 +1,29 @@
-"""A cancellable job on a thread of its own, beside what its caller does meanwhile."""
+"""A job on a thread of its own, beside what its caller does meanwhile; one that can be cancelled."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
+
+
+@contextlib.contextmanager
+def beside(work: Callable[[], _Result]) -> Iterator[Future[_Result]]:
+    """Run ``work`` on a thread beside the body, which ends after it; before the body where no thread can be started."""
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            future = pool.submit(work)
+        except RuntimeError:
+            future = Future()
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+        yield future
 
 
 class BackgroundTask:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..cuda.gpus import Gpu
-from ..errors import BadRequest, GpuCkptError, StateError
+from ..errors import BadRequest, GpuCkptError, LimitReached, StateError
 from ..gate.gate import Gate
 from ..image import save_point
 from ..image.image import Image
@@ -95,7 +95,9 @@ class AgentRequests:
             reply["error"] = error.as_dict()
         except Exception as error:
             self._log.exception("a request of a kernel could not be answered")
-            reply["error"] = GpuCkptError(f"The request could not be answered: {type(error).__name__}.").as_dict()
+            unknown = GpuCkptError(f"The request could not be answered: {type(error).__name__}.")
+            limit = GpuCkptError.from_exception(error)
+            reply["error"] = (limit if isinstance(limit, LimitReached) else unknown).as_dict()
         self._notify_kernel(gate, "gpu_ckpt_answer_request", reply)
 
     def _notify_kernel(self, gate: Gate, msg_type: str, content: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from ..cuda.fastpath import unlink_extents
 from ..errors import GpuCkptError
 from ..files.disk import mapped_errors
 from ..image import chunk_cache, device_memory, kept_files, layout
-from ..image.background_task import BackgroundTask
+from ..image.background_task import BackgroundTask, beside
 from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.image import Image
@@ -226,8 +225,8 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
                 kernel.engine.criu.dump(
                     capsule, draft.criu_directory, timeout=deadline, freeze=freeze, children=children, work=work
                 )
-        with ThreadPoolExecutor(1) as pool:  # the capsule's init inspects the processes while the image is read here
-            inspection = pool.submit(capsule.inspect, allow_unconfined=kernel.settings.allow_unconfined_wake)
+        inspect = functools.partial(capsule.inspect, allow_unconfined=kernel.settings.allow_unconfined_wake)
+        with beside(inspect) as inspection:  # the capsule's init inspects the processes while the image is read here
             _require_restorable(draft.criu_directory)
             attempt.fingerprint = _fingerprint(attempt, draft.criu_directory)
             attempt.notes = _require_proven(inspection.result(), draft.criu_directory)

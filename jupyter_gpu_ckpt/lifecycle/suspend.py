@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..cuda.cuda import UNKNOWN, CudaState
 from ..cuda.fastpath import ChooseDirectory
 from ..errors import GpuCkptError
 from ..image import chunk_cache
+from ..image.background_task import beside
 from ..process import descriptors
 from . import cuda_processes, host_copies, host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Saved
@@ -42,8 +43,8 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
     if (hidden := preflight.undumpable(capsule.host_pid)) is not None:
         return [hidden]  # nothing more can be found out about it
     extents = _extents(kernel)  # before: the capsule's init answers one request after the other
-    with ThreadPoolExecutor(1) as pool:  # it inspects the processes meanwhile
-        return _findings(kernel, extents, pool.submit(_lasting_refusals, kernel))
+    with beside(functools.partial(_lasting_refusals, kernel)) as inspection:
+        return _findings(kernel, extents, inspection)
 
 
 def _extents(kernel: KernelState) -> tuple[int, int]:

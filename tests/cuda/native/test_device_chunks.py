@@ -252,10 +252,10 @@ def test_what_a_checkpoint_counts_on_is_not_taken_from_it(kernel, monkeypatch):
     kernel.lifecycle.kernel.chunks._written.result()
     there, written = len(kept(kernel)), dump.device_memory_written
 
-    def before_it(attempt, draft):
+    def before_it(*arguments):
         evict(kernel.store.root)
         assert len(kept(kernel)) == there
-        return written(attempt, draft)
+        return written(*arguments)
 
     monkeypatch.setattr(dump, "device_memory_written", before_it)
     kernel.lifecycle.checkpoint()

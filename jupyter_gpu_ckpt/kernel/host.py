@@ -625,7 +625,7 @@ class KernelHost:
 
     def _on_work(self, msg_type: str) -> None:
         if self.sharing is not None:
-            self.sharing.look()
+            self.sharing.join()
 
     def _wake(self) -> None:
         if (lifecycle := self.lifecycle) is None:

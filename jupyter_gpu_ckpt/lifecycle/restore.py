@@ -133,7 +133,7 @@ def _settled(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
 
 def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
     engine, cancellation, ahead = attempt.kernel.engine, attempt.kernel.cancellation, attempt.kernel.ahead
-    host_copies.make_room(attempt.kernel, image.manifest.fingerprint.get("memory", 0))
+    host_copies.release_copies(attempt.kernel, image.manifest.fingerprint.get("memory", 0))
     found = compatibility.mismatches(
         image.manifest,
         engine.store,

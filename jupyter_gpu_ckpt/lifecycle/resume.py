@@ -86,7 +86,7 @@ def _drivers_part(kernel: KernelState, needs: Mapping[str, int]) -> int | None:
     return max(0, sum(needs.values()) - swapped) if swapped else None
 
 
-def _wait_for_leavers(attempt: Attempt) -> float:
+def _wait_for_memory(attempt: Attempt) -> float:
     """Wait until the driver's part of an early return is free twice; return the seconds to wait for each allocation.
 
     Twice, as others may allocate memory meanwhile: with too little the driver's restore destroys the process.  0 for a
@@ -134,7 +134,7 @@ def cuda_resume(attempt: Attempt) -> None:
         capsule, deadline = kernel.require_capsule(), kernel.deadline(attempt.traced.bytes)
         kernel.fast_path().swapped_out()  # raises first if an owner of another release has suspended the processes
         part = attempt.traced.part
-        wait_s = _wait_for_leavers(attempt)
+        wait_s = _wait_for_memory(attempt)
         with part("children"):
             cuda_processes.resume_children(kernel, attempt.gpu_mapping, deadline)
         with part("driver"):

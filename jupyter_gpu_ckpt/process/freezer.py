@@ -36,7 +36,7 @@ _AMBIGUOUS = re.compile(r"cuda(-|[0-9a-f]{4})")
 #: Libraries whose locks all threads need: a thread that waits for one may hold another lock meanwhile.
 _COMMON_LIBRARIES = re.compile(r"/(libc|ld|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan)([-_.][^/]*)?$")
 #: glibc's arenas but for the first begin at a multiple of this, with their lock in the first bytes (malloc/arena.c).
-_ARENA, _ARENA_HEAD = 64 << 20, 64
+_MALLOC_ARENA, _MALLOC_ARENA_HEAD = 64 << 20, 64
 #: futex(2): FUTEX_WAIT and FUTEX_WAIT_BITSET, without the flags for private ones and the clock.
 _FUTEX_COMMAND, _FUTEX_WAITS = 0x7F, (0, 9)
 #: glibc waits for a mutex by the first; condition variables and semaphores, of Python's locks, wait by the other.
@@ -261,7 +261,7 @@ class FrozenThreads:
             address, command = call.arguments[0], call.arguments[1] & _FUTEX_COMMAND
             if command not in _FUTEX_WAITS:
                 return False  # it wakes another, and may hold a second lock meanwhile
-            waits_for_common_lock = address % _ARENA < _ARENA_HEAD or address in shared.data
+            waits_for_common_lock = address % _MALLOC_ARENA < _MALLOC_ARENA_HEAD or address in shared.data
             if command == _FUTEX_MUTEX and waits_for_common_lock:
                 return False  # it waits for malloc's lock, or the linker's, whose holder runs meanwhile
         elif lenient and call.number not in MACHINE.memory:

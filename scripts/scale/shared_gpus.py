@@ -145,7 +145,7 @@ class SharedGpus:
             self._cell_ended(kernel)
             self.settle()
 
-    def leave(self, kernel: str) -> None:
+    def suspend_idle(self, kernel: str) -> None:
         """Suspend an idle kernel that is on a GPU, because its own server wants that."""
         self._advance()
         self._suspend(kernel)

@@ -299,5 +299,5 @@ def test_a_kernel_comes_back_without_sharing_where_there_is_no_thread_and_the_ne
         kernel = sharing_server.Kernel(1, 60, exchange, gpus, tmp_path / "memory", seed=1)
         with pytest.raises(OSError, match="unavailable"):
             kernel.sharing.admit({A: 60}, gpus.list(), elsewhere=True)
-    kernel.sharing.look()  # as the gate has it when a cell begins
+    kernel.sharing.join()  # as the gate has it when a cell begins
     runs_a_cell(kernel)

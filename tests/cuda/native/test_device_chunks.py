@@ -183,7 +183,7 @@ def test_what_cannot_be_written_ahead_costs_nothing(kernel, monkeypatch, number)
         assert kernel.lifecycle.kernel.chunks._written.result() is False
         assert len(calls) > 1
     if number == errno.ENOSPC:
-        assert kept(kernel) == [], "others need the room"
+        assert kept(kernel) == [], "others need the space"
     verify(kernel.lifecycle.checkpoint().path, kernel.store.keys)
     kernel.lifecycle.wake()
     kernel.runs_on()
@@ -224,9 +224,9 @@ def test_the_chunk_cache_is_evicted_for_an_image(kernel, monkeypatch, whose):
         (full / "000000.img").write_bytes(bytes(kernel.blocks))
         other.reuse(full, {"000000.img": FileEntry(kernel.blocks, "")})
     assert kept(kernel)
-    room = kernel.blocks * 2
-    monkeypatch.setattr(Store, "free", lambda _: room - sum(path.stat().st_size for path in kept(kernel)))
-    monkeypatch.setattr(preflight, "image_bytes", lambda *_: room)
+    space = kernel.blocks * 2
+    monkeypatch.setattr(Store, "free", lambda _: space - sum(path.stat().st_size for path in kept(kernel)))
+    monkeypatch.setattr(preflight, "image_bytes", lambda *_: space)
     kernel.lifecycle.checkpoint()
     assert kept(kernel) == []
     kernel.lifecycle.wake()

@@ -120,14 +120,14 @@ def test_a_loop_allocates_nothing_anew(ask):
 
 
 def test_with_too_little_memory_blocks_are_given_back(ask):
-    ask(f"room({10 * GRAIN})")
+    ask(f"set_total({10 * GRAIN})")
     assert ask("alloc('a', 4, 's'), launch('s', 'a', 1, 100), free('a', 's'), alloc('b', 8, 't')") == (0, 0, 0, 0)
     assert ask("mapped(), free('b', 't'), __import__('virtual_memory').alloc('c', 9), wait()") == (1, 0, 0, 0)
 
 
 @pytest.mark.parametrize("call", ["alloc('c', 0.25, 't')", "alloc('c', 0.25, 't', 'standard')"])
 def test_the_drivers_own_allocations_get_the_memory_of_blocks(ask, call):
-    ask(f"room({4 * GRAIN})")
+    ask(f"set_total({4 * GRAIN})")
     assert ask("alloc('a', 4, 's'), launch('s', 'a', 1, 100), free('a', 's'), mapped()") == (0, 0, 0, 1)
     assert ask(f"{call}, mapped(), wait()") == (0, 0, 0)
 

@@ -318,14 +318,14 @@ class FastPath:
             _log.info("The kernel's calls are left to the CUDA driver's lock: %s", error)
 
     def open_launch_gate(self) -> None:
-        """Let calls of the kernel go on whose memory is on the device; nothing is done if they do.
+        """Let calls of the kernel continue whose memory is on the device; nothing is done if they do.
 
         *After failure* (`CudaError`) they wait at the gate; the library is busy, or cannot be reached.
         """
         if self._try_to_open(_REPLY_SECONDS):
             return
         if self.keeps_calls():
-            raise CudaError("The kernel's library for device memory does not let calls go on.", left=_UNCHANGED)
+            raise CudaError("The kernel's library for device memory does not let calls continue.", left=_UNCHANGED)
 
     def _try_to_open(self, timeout_s: float) -> bool:
         try:
@@ -368,7 +368,7 @@ class FastPath:
     def link_extents(self) -> int:
         """Link the extents that are swapped out into a directory of their own, and open that; `unlink_extents` ends it.
 
-        They stay as they are however the kernel goes on: the library never writes to an extent that has another name
+        They stay as they are however the kernel continues: the library never writes to an extent that has another name
         (`host_memory_is_intact`).  Raises `CapsuleError`, `OSError`; then there are no links.
         """
         with self._host_memory() as memory:

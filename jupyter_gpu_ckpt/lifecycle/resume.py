@@ -192,7 +192,7 @@ def thaw(attempt: Attempt) -> None:
             _write_session(kernel)
     else:
         environ = {name: os.environ[name] for name in kernel.settings.refresh if name in os.environ}
-        # Then another one has begun, or goes on with, this session of IPython's history.
+        # Then another one has begun, or continues with, this session of IPython's history.
         again = _is_branch(attempt) or (kernel.image is not None and kernel.image.is_save_point)
         request_agent(kernel, "thaw", {"environ": environ, "notice": notice, "again": again})
 
@@ -228,7 +228,7 @@ def _become_another_kernel(attempt: Attempt) -> str:
     changes += [f"{what} (not changed)" for what in reply.get("probe_errors", ())]
     if not changes:
         return ""
-    return f"This kernel is a branch of another one, which goes on with: {'; '.join(changes)}.\n"
+    return f"This kernel is a branch of another one, which continues with: {'; '.join(changes)}.\n"
 
 
 def release(attempt: Attempt) -> None:

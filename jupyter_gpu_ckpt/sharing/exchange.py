@@ -105,7 +105,7 @@ class Member:
     def claim_is_valid(self) -> bool:
         """Return whether all others know of the last claim: this server has not been silent since, nor is it now.
 
-        A server that was stopped goes on where it was, and others may have been granted its memory meanwhile.
+        A server that was stopped continues where it was, and others may have been granted its memory meanwhile.
         """
         with self._lock:
             claimed = self._participant.granted_at
@@ -255,7 +255,7 @@ class Exchange:
             return again if counts else None
 
     def _locks(self, locks: ExitStack, gpus: tuple[str, ...]) -> bool:
-        """Lock claims of these GPUs; return whether to go on.
+        """Lock claims of these GPUs; return whether to continue.
 
         Nobody has such a lock for long, but a server that is stopped, or a user who wants others to wait.  So it is
         done without after a while: the lock saves claims that would be contested, and `_is_contested` is sure.  The
@@ -410,7 +410,7 @@ class Exchange:
                     trace = None if isinstance(error, GpuCkptError | OSError) else error
                     _log.warning("GPUs cannot be shared now; it is tried again: %s", error, exc_info=trace)
                 self._failing = True
-                if error is not failure:  # that one is of a single kernel, and decisions go on
+                if error is not failure:  # that one is of a single kernel, and decisions continue
                     self._undecided = error
 
     def _observe(self, now: float) -> Exception | None:

@@ -402,7 +402,7 @@ class _Round:
         return firsts
 
     def _rest(self, cuts: bool) -> float:
-        """Return the seconds that turns under way go on; ``cuts``: for a new cell that passes all that wait."""
+        """Return the seconds that turns under way continue; ``cuts``: for a new cell that passes all that wait."""
         turns = [each.turn for each in self.alive.values() if each.turn is not None]
         ends = [turn.since + (self._least(turn) if cuts else turn.seconds) for turn in turns]
         return max(0.0, *(end - self.now for end in ends), 0.0)

@@ -332,8 +332,8 @@ def test_a_gate_that_stops_ends_a_prompt(up: World) -> None:
     up.to_sleep()
     client.execute("1", allow_stdin=True)
     until(lambda: up.woken, "the cell woke the kernel")
-    answer = up.in_thread(lambda: up.gate.prompt("Go on?", 600.0))
-    assert client.get_stdin_msg(timeout=DEADLINE)["content"]["prompt"] == "Go on?"
+    answer = up.in_thread(lambda: up.gate.prompt("Continue?", 600.0))
+    assert client.get_stdin_msg(timeout=DEADLINE)["content"]["prompt"] == "Continue?"
     up.gate.stop()
     assert answer.join() is None
 

@@ -63,7 +63,7 @@ def digest(*more):
         whole.update(tensor.detach().cpu().numpy().tobytes())
     return whole.hexdigest()
 """
-GO_ON = """
+CONTINUE = """
 train(2)
 graph.replay()
 with torch.cuda.stream(stream):
@@ -126,7 +126,7 @@ class TestWhatSurvives:
 
         assert process.run("result = digest()") == before
         assert process.run("result = pinned.is_pinned()")
-        assert process.run(GO_ON) == twin.run(GO_ON)
+        assert process.run(CONTINUE) == twin.run(CONTINUE)
 
     def test_ten_times(self, cuda, subject):
         process = subject(filled(64 * 2**20))

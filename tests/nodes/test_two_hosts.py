@@ -58,7 +58,7 @@ def there_and_back(hosts: tuple[Host, Host, Path], times: int) -> None:
                 f"({number}, True)"
             )
             assert client.evaluate("socket.gethostname()") == f"'{here.name}'"
-            # Its clocks go on where they were, whatever the uptime of the host: timers tick, and none is overdue.
+            # Its clocks continue where they were, whatever the uptime of the host: timers tick, and none is overdue.
             assert float(client.evaluate("time.monotonic() - began")) < 600
             assert client.evaluate("len(ticks) > seen", "seen = len(ticks); await asyncio.sleep(0.1)") == "True"
             until(lambda here=here: here.ask("state")["state"] == "running", "the wake has tidied up")

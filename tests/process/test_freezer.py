@@ -154,10 +154,10 @@ class Process:
         frozen.freeze_all(time.monotonic() + seconds, insist=insist)
         return frozen
 
-    def goes_on(self, *kinds: str) -> None:
+    def continues(self, *kinds: str) -> None:
         before = {kind: self.beats(KINDS.index(kind)) for kind in kinds}
         for kind in kinds:
-            until(lambda: self.beats(KINDS.index(kind)) > before[kind] + 2, f"{kind} goes on")  # noqa: B023
+            until(lambda: self.beats(KINDS.index(kind)) > before[kind] + 2, f"{kind} continues")  # noqa: B023
         until(lambda: "t" not in self.states(), "nobody is held")
 
 
@@ -210,7 +210,7 @@ def test_all_threads_are_frozen_and_run_on(tmp_path, kinds):
             assert len(frozen._frozen) >= 2
             stays_at_rest(subject)
             frozen.release()
-            subject.goes_on(*set(kinds))
+            subject.continues(*set(kinds))
 
 
 @pytest.mark.torture
@@ -220,7 +220,7 @@ def test_all_threads_are_stopped_a_thousand_times(tmp_path):
             frozen = subject.frozen()
             stays_at_rest(subject)
             frozen.release()
-        subject.goes_on(*KINDS[:5])
+        subject.continues(*KINDS[:5])
 
 
 def test_signals_are_not_lost(tmp_path):
@@ -240,7 +240,7 @@ def test_signals_are_not_lost(tmp_path):
 
 
 def test_a_thread_that_cannot_be_frozen(tmp_path):
-    """The thread is in a system call of which nobody knows what it holds; all others go on, and so does this one."""
+    """The thread is in a system call of which nobody knows what it holds; all others continue, and so does this one."""
     with running(tmp_path, "computes", "waits", "comes", "locks") as subject:
         with open(subject.lock) as held:
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -248,8 +248,8 @@ def test_a_thread_that_cannot_be_frozen(tmp_path):
             until(lambda: waiting in Path("/proc/locks").read_text(), "it waits for the lock")
             with pytest.raises(TimeoutError):
                 subject.frozen(0.2)
-            subject.goes_on("computes", "waits", "comes")
-        subject.goes_on("locks")
+            subject.continues("computes", "waits", "comes")
+        subject.continues("locks")
 
 
 def test_a_thread_without_a_lock_of_memory_is_stopped_where_there_is_no_other_way(tmp_path):
@@ -261,7 +261,7 @@ def test_a_thread_without_a_lock_of_memory_is_stopped_where_there_is_no_other_wa
             frozen = subject.frozen(2, insist=True)
             stays_at_rest(subject)
             frozen.release()
-        subject.goes_on("computes", "allocates", "locks")
+        subject.continues("computes", "allocates", "locks")
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ takes(False)
             getattr(frozen, freeze)(time.monotonic() + 30)
             stays_at_rest(subject)
             frozen.release()
-        subject.goes_on("computes")
+        subject.continues("computes")
 
 
 @pytest.mark.parametrize("name", ["cuda0", "cudaworker", "gpu-ckpt-mine", "gpu-ckpt-away"])
@@ -309,7 +309,7 @@ def test_a_thread_that_may_be_a_driver_s_of_another_release(tmp_path, name):
     with running(tmp_path, "computes", name=name) as subject:
         with pytest.raises(OSError, match="may be the CUDA driver's"):
             subject.frozen()
-        subject.goes_on("computes")
+        subject.continues("computes")
         frozen = subject.frozen(insist=True)
         stays_at_rest(subject)
         frozen.release()
@@ -332,7 +332,7 @@ def kill_who_stopped(subject: Process, source: str) -> None:
 def test_the_process_that_stopped_the_threads_is_killed(tmp_path):
     with running(tmp_path, *KINDS[:5]) as subject:
         kill_who_stopped(subject, PARKER)
-        subject.goes_on(*KINDS[:5])
+        subject.continues(*KINDS[:5])
 
 
 def test_the_init_that_stopped_the_threads_is_killed(tmp_path):
@@ -369,7 +369,7 @@ def test_a_stopped_process_stays_stopped(tmp_path, continued):
             until(lambda: set(subject.states()) == {"T"}, "it is stopped again")
             os.kill(subject.pid, signal.SIGCONT)
         os.kill(subject.pid, signal.SIGRTMIN)
-        until(lambda: subject.beats(SIGNALS) == 1, "it goes on")
+        until(lambda: subject.beats(SIGNALS) == 1, "it continues")
 
 
 def test_a_process_that_is_stopped_where_it_cannot_be_frozen(tmp_path):
@@ -384,7 +384,7 @@ def test_a_process_that_is_stopped_where_it_cannot_be_frozen(tmp_path):
                 subject.frozen(0.2)
             until(lambda: set(subject.states()) == {"T"}, "it is stopped still")
             os.kill(subject.pid, signal.SIGCONT)
-        subject.goes_on("locks")
+        subject.continues("locks")
 
 
 def test_a_process_that_is_stopped_while_it_is_frozen(tmp_path):
@@ -395,7 +395,7 @@ def test_a_process_that_is_stopped_while_it_is_frozen(tmp_path):
         frozen.release()
         until(lambda: set(subject.states()) == {"T"}, "it is stopped")
         os.kill(subject.pid, signal.SIGCONT)
-        subject.goes_on("computes", "waits")
+        subject.continues("computes", "waits")
 
 
 @pytest.mark.parametrize(
@@ -531,11 +531,11 @@ def test_threads_that_could_call_the_driver_are_frozen_and_libzmq_s_serve_on(ser
         until(lambda: set(subject.states()) == {"T"}, "it is stopped")
         frozen.freeze_again(time.monotonic() + 30)
         os.kill(subject.pid, signal.SIGCONT)
-        until(lambda: subject.states_by_name()["ZMQbg/IO/0"] == "S", "libzmq's go on")
+        until(lambda: subject.states_by_name()["ZMQbg/IO/0"] == "S", "libzmq's continue")
         assert accepts(subject.pid)
         assert subject.beats(KINDS.index("computes")) == before
         frozen.release()
-        subject.goes_on("computes", "allocates")
+        subject.continues("computes", "allocates")
         assert answers() == "yes"
 
 
@@ -596,7 +596,7 @@ def test_callers_that_cannot_be_frozen_all_run_on(served):
     subject, frozen, answers = served
     with Tracee(subject.pid, running=True), pytest.raises(PermissionError):
         frozen.freeze_callers(time.monotonic() + 30)
-    subject.goes_on("computes", "allocates")
+    subject.continues("computes", "allocates")
     assert answers() == "yes"
 
 
@@ -609,11 +609,11 @@ def test_callers_stay_frozen_when_their_process_does_not_stop_in_time(served, mo
         patch.setattr(criu_guard, "_all_stopped", lambda _: False)
         with pytest.raises(criu_guard.DoesNotStop):
             criu_guard.stop(subject.pid, time.monotonic() + 0.1, frozen)
-    until(lambda: set(subject.states()) == {"S", "t"}, "libzmq's and the driver's go on")
+    until(lambda: set(subject.states()) == {"S", "t"}, "libzmq's and the driver's continue")
     assert accepts(subject.pid)
     assert subject.beats(KINDS.index("computes")) == before
     frozen.release()
-    subject.goes_on("computes", "allocates")
+    subject.continues("computes", "allocates")
     assert answers() == "yes"
 
 
@@ -631,19 +631,19 @@ def test_code_in_which_no_caller_is_frozen(path, is_libzmq):
 
 
 def test_who_stands_in_a_stop_stays_when_it_ends(tmp_path):
-    """After a restore all were stopped, and only the driver's threads are to go on."""
+    """After a restore all were stopped, and only the driver's threads are to continue."""
     with running(tmp_path, "computes", "allocates", name="cuda-EvtHandlr") as subject:
         os.kill(subject.pid, signal.SIGSTOP)
         until(lambda: set(subject.states()) == {"T"}, "it is stopped")
         frozen = FrozenThreads(subject.pid)
         frozen.freeze_stopped(time.monotonic() + 30)
         os.kill(subject.pid, signal.SIGCONT)
-        until(lambda: subject.states_by_name()["cuda-EvtHandlr"] == "S", "the driver's goes on")
+        until(lambda: subject.states_by_name()["cuda-EvtHandlr"] == "S", "the driver's continues")
         before = subject.beats(KINDS.index("computes")), subject.beats(KINDS.index("allocates"))
         assert sorted(set(subject.states())) == ["S", "t"]
         assert before == (subject.beats(KINDS.index("computes")), subject.beats(KINDS.index("allocates")))
         frozen.release()
-        subject.goes_on("computes", "allocates")
+        subject.continues("computes", "allocates")
 
 
 def test_a_failure_releases_only_what_it_froze(tmp_path):
@@ -664,7 +664,7 @@ def test_a_failure_releases_only_what_it_froze(tmp_path):
             with pytest.raises(TimeoutError):
                 frozen.freeze_all(time.monotonic() + 0.2)
             assert len(frozen._frozen) == 0
-        subject.goes_on("waits", "locks")
+        subject.continues("waits", "locks")
 
 
 def test_memory_behind_a_thread_says_nothing_about_it():

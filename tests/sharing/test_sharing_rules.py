@@ -98,7 +98,7 @@ def test_a_new_cell_of_a_kernel_that_is_there_ends_no_turn_for_another():
     assert [each.kernel for each in decisions.grants] == ["new"] and not decisions.suspends
 
 
-def test_a_turn_goes_on_while_nobody_waits():
+def test_a_turn_continues_while_nobody_waits():
     assert decided(computing("a", 0.0)) == Decisions(factors={"A": 1})
 
 
@@ -171,7 +171,7 @@ def test_users_come_before_their_kernels():
 def test_a_new_cell_passes_users_who_are_still_served_after_a_turn_of_each_other_user(
     ran, holder_is_new, waited, first
 ):
-    """Two other users, two turns: the long one has waited, the holder goes on until it is cut, a first turn follows."""
+    """Two other users, two turns: the long one has waited, the holder runs until it is cut, a first turn follows."""
     long = waiting("long", NOW - waited, turns=1, served_at=NOW - waited)
     new = waiting("new", served_at=NOW - 10)
     assert decided(long, new, computing("x", NOW - ran, first=holder_is_new)).waits[0].kernel == first

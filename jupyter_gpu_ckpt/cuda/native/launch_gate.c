@@ -282,7 +282,7 @@ void *launch_gate_function(void *original)
 }
 
 struct passage {
-    void *function; /* to go on to; or NULL */
+    void *function; /* to continue with; or NULL */
     long error;
 };
 

@@ -79,7 +79,7 @@ void double_fail(const char *function, long nth, bool lasting, CUresult result);
 /* The next call of the function waits (``double_waits``: it does now) until ``double_continue``. */
 void double_stop(const char *function);
 void double_stop_after(const char *function, long calls); /* the one after so many */
-/* The same; it goes on when there is no file of that name any more. */
+/* The same; it continues when there is no file of that name any more. */
 void double_stop_while(const char *function, long calls, const char *file);
 bool double_waits(void);
 void double_continue(void);

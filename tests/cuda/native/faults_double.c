@@ -23,7 +23,7 @@ static struct {
     bool lasting;
     CUresult result;
 } fault;
-static pthread_cond_t goes_on = PTHREAD_COND_INITIALIZER;
+static pthread_cond_t continues = PTHREAD_COND_INITIALIZER;
 static struct {
     char function[48];
     long before; /* calls that do not wait */
@@ -63,7 +63,7 @@ CUresult entered(const char *function)
     if (strcmp(stop.function, function) == 0 && !stop.begun && stop.before-- == 0) {
         stop.begun = stop.waits = true; /* one call */
         while (stop.waits && stop.file[0] == '\0')
-            pthread_cond_wait(&goes_on, &mutex);
+            pthread_cond_wait(&continues, &mutex);
         pthread_mutex_unlock(&mutex);
         while (stop.file[0] != '\0' && access(stop.file, F_OK) == 0)
             usleep(10000);
@@ -100,7 +100,7 @@ EXPORT void double_continue(void)
 {
     pthread_mutex_lock(&mutex);
     stop.waits = false;
-    pthread_cond_broadcast(&goes_on);
+    pthread_cond_broadcast(&continues);
     pthread_mutex_unlock(&mutex);
 }
 

@@ -146,11 +146,11 @@ def test_only_what_has_changed_is_written_ahead(kernel, written):
 
 def test_a_wake_does_not_wait_for_the_disk(kernel, monkeypatch):
     """And what was written of a chunk that was under way then is never taken for more than it is."""
-    hangs, goes_on, write = threading.Event(), threading.Event(), direct_io.write
+    hangs, continues, write = threading.Event(), threading.Event(), direct_io.write
 
     def slow(path, *arguments, **options):
         hangs.set()
-        assert goes_on.wait(60)
+        assert continues.wait(60)
         write(path, *arguments, **options)
 
     with monkeypatch.context() as patch:
@@ -160,7 +160,7 @@ def test_a_wake_does_not_wait_for_the_disk(kernel, monkeypatch):
         kernel.lifecycle.wake()
         kernel.runs_on()
         kernel.program.ask("[ctypes.memset(at, 9, size) for at, size in held]")
-        goes_on.set()
+        continues.set()
     image = kernel.lifecycle.checkpoint()
     verify(image.path, kernel.store.keys)
     kernel.lifecycle.wake()

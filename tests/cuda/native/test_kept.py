@@ -121,7 +121,7 @@ def test_many_changes(subject, control):
 
 
 def test_a_copy_whose_memory_was_never_freed(subject, control):
-    """An owner that ends after it has copied leaves the copy; and the program goes on."""
+    """An owner that ends after it has copied leaves the copy; and the program continues."""
     number = subject.alloc(1, 8 * MIB, "cuda", "full")
     control.must("copy_out")
     subject.ask("poke", number, 0, 1, 3)

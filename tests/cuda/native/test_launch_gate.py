@@ -177,7 +177,7 @@ def test_a_closed_gate_lets_calls_wait_and_tells_of_them(caller):
         control.must("close 0")
         assert control.ask("status")["touches"] == 3, "it was closed before"
         control.must("open")
-        until(lambda: caller.ask("done") == [0, 0, 0], "they go on")
+        until(lambda: caller.ask("done") == [0, 0, 0], "they continue")
         assert caller.ask("driver.cuCtxSynchronize()") == 0
         assert control.ask("status")["touches"] == 3
         control.must("close 0", "open")

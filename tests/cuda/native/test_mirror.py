@@ -1,4 +1,4 @@
-"""A copy of device memory that is made in the background, while the program is idle and may go on at any time."""
+"""A copy of device memory that is made in the background, while the program is idle and may continue at any time."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def test_a_call_that_frees_waits_at_the_gate_and_no_interrupt_ends_that(ask, con
     until(lambda: control.ask("status")["touches"] == 2, "it waits again")
     assert ask("waits_for_work(), done") == (before, [])
     control.must("open")
-    until(lambda: ask("done") == [GATED[call]], "it goes on")
+    until(lambda: ask("done") == [GATED[call]], "it continues")
 
 
 def test_a_question_for_free_memory_waits_at_the_gate_until_it_opens_or_an_interrupt_ends_that(ask, control):
@@ -247,7 +247,7 @@ def test_a_question_for_free_memory_waits_at_the_gate_until_it_opens_or_an_inter
     ask(f"begin({question!r})")
     until(lambda: control.ask("status")["touches"] == 2, "it waits at the gate")
     control.must("open")
-    until(lambda: ask("done") == [OPERATING_SYSTEM, 0], "it goes on")
+    until(lambda: ask("done") == [OPERATING_SYSTEM, 0], "it continues")
 
 
 def test_questions_for_an_address_wait_until_its_memory_is_back(ask, control):

@@ -750,7 +750,7 @@ class Router:
         futures, self._waiting_for_idle = self._waiting_for_idle, []
         for future in futures:
             if future.set_running_or_notify_cancel():
-                future.set_exception(StateError(f"The kernel's cells were not waited for to the end: {reason}."))
+                future.set_exception(StateError(f"The wait for the kernel's cells has ended early: {reason}."))
 
     def _settle_idle(self) -> None:
         if not self._waiting_for_idle or self.pending.cells():

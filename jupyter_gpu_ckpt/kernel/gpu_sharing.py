@@ -429,7 +429,7 @@ class GpuSharing:
             self._failed_at = time.monotonic()
             self._log.warning("Kernel %s has not come back to a GPU: %s", self._lifecycle.home.kernel_id, error)
             with contextlib.suppress(GpuCkptError):
-                self._gate.print_notice(f"The GPU cannot be had: {error.message} It is tried again.")
+                self._gate.print_notice(f"The kernel does not get its GPU: {error.message} It is tried again.")
         except Exception:
             self._failed_at = time.monotonic()
             self._log.exception("Kernel %s has not come back to a GPU", self._lifecycle.home.kernel_id)

@@ -277,7 +277,7 @@ def undumpable(pid: int) -> PreflightFinding | None:
     """Return a finding for a kernel that only root may inspect (PR_SET_DUMPABLE)."""
     if os.access(f"/proc/{pid}/fd", os.R_OK) or procfs.is_ending(pid):
         return None
-    message = "The kernel is not dumpable (PR_SET_DUMPABLE is 0): nobody may look into it."
+    message = "The kernel is not dumpable (PR_SET_DUMPABLE is 0): its memory cannot be read."
     hint = "In the kernel, ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) makes it dumpable again."
     return blocking(errors.UnprovenState(message, hint=hint))
 

@@ -123,8 +123,8 @@ def settle(
     if open_ and insist:
         stuck = {each.path for each in accepting if each.field in _FILES and each.hard}
         without_copy = {path for path in open_ if (files.get(path) if isinstance(files, Mapping) else files) == THEN}
-        places = [(path, aside.get(path, path)) for path in open_]
-        described = [_described(path, at, kept.get(path), may_stay=path not in stuck) for path, at in places]
+        located = [(path, aside.get(path, path)) for path in open_]
+        described = [_described(path, at, kept.get(path), may_stay=path not in stuck) for path, at in located]
         raise _differ(described, {path: _why_not_kept(path, image, kept.get(path)) for path in sorted(without_copy)})
     settled = {*then, *now}
     left = [each for each in found if each.field not in _FILES or each.path not in settled]

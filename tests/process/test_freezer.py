@@ -88,16 +88,30 @@ sys.stdin.read()
 os._exit(0)
 """
 
-#: A library with a thread of its own, as the CUDA driver has, which Python did not begin.
+#: A library with a thread of its own, as the CUDA driver has, which Python did not begin.  It publishes which it is, as
+#: the library for device memory does (`own_threads.c`): that says something in a file of that library's name.
 THREAD = """
 #define _GNU_SOURCE
 #include <poll.h>
 #include <pthread.h>
-static void *waits(void *unused) { for (;;) poll(NULL, 0, -1); return unused; }
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+struct { char mark[16]; int tids[256]; } own_threads = {.mark = "gpu-ckpt thread"};
+static char called[16];
+static volatile int is_called;
+static void *waits(void *unused) {
+    own_threads.tids[7] = syscall(SYS_gettid);
+    pthread_setname_np(pthread_self(), called);
+    is_called = 1;
+    for (;;) poll(NULL, 0, -1);
+    return unused;
+}
 void begin_thread(const char *name) {
     pthread_t thread;
+    strncpy(called, name, sizeof called - 1);
     pthread_create(&thread, NULL, waits, NULL);
-    pthread_setname_np(thread, name);
+    while (!is_called) usleep(100);
 }
 """
 
@@ -113,7 +127,7 @@ def library(path: Path, source: str) -> Path:
     return path
 
 
-PARKER = """
+FREEZES = """
 import sys, time
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 frozen = FrozenThreads(int(sys.argv[1]))
@@ -162,8 +176,10 @@ class Process:
 
 
 @contextlib.contextmanager
-def running(directory: Path, *kinds: str, name: str = "", more: str = "") -> Iterator[Process]:
-    """The subject; ``name``: of a thread that a library begins; ``more``: what else it does before it goes."""
+def running(
+    directory: Path, *kinds: str, name: str = "", of: str = "libthread.so", more: str = ""
+) -> Iterator[Process]:
+    """The subject; ``name``: of a thread that the library ``of`` begins; ``more``: what else it does before it goes."""
     file, lock = directory / "words", directory / "lock"
     file.write_bytes(bytes(64))
     lock.touch()
@@ -175,7 +191,7 @@ def running(directory: Path, *kinds: str, name: str = "", more: str = "") -> Ite
             str(file),
             str(lock),
             ",".join(kinds),
-            *([name, str(library(directory / "libthread.so", THREAD))] if name else []),
+            *([name, str(library(directory / of, THREAD))] if name else []),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -265,10 +281,17 @@ def test_a_thread_without_a_lock_of_memory_is_stopped_where_there_is_no_other_wa
 
 
 @pytest.mark.parametrize(
-    "name", ["cuda00001400006", "cuda0000240000a", "cuda-EvtHandlr", "gpu-ckpt-fast", "gpu-ckpt-copy"]
+    ("name", "of"),
+    [
+        ("cuda00001400006", "libthread.so"),
+        ("cuda0000240000a", "libthread.so"),
+        ("cuda-EvtHandlr", "libcuda.so.1"),
+        ("gpu-ckpt-fast", "_fastpath.so"),
+        ("gpu-ckpt-copy", "_fastpath-0123456789abcdef.so"),
+    ],
 )
-def test_threads_of_the_driver_and_of_the_library_run_on(tmp_path, name):
-    with running(tmp_path, "computes", name=name) as subject:
+def test_threads_of_the_driver_and_of_the_library_run_on(tmp_path, name, of):
+    with running(tmp_path, "computes", name=name, of=of) as subject:
         frozen = subject.frozen()
         assert subject.states_by_name()[name] != "t"
         assert set(subject.states_by_name().values()) > {"t"}
@@ -296,8 +319,10 @@ takes(False)
         subject.continues("computes")
 
 
-@pytest.mark.parametrize("name", ["cuda0", "cudaworker", "gpu-ckpt-mine", "gpu-ckpt-away"])
-def test_threads_that_are_called_nearly_so_are_frozen(tmp_path, name):
+@pytest.mark.parametrize(
+    "name", ["cuda0", "cudaworker", "gpu-ckpt-mine", "gpu-ckpt-away", "gpu-ckpt-fast", "gpu-ckpt-copy"]
+)
+def test_threads_of_other_libraries_are_frozen_that_are_called_nearly_so_or_as_the_library_s(tmp_path, name):
     with running(tmp_path, "computes", name=name) as subject:
         frozen = subject.frozen()
         stays_at_rest(subject)
@@ -317,28 +342,28 @@ def test_a_thread_that_may_be_a_driver_s_of_another_release(tmp_path, name):
 
 def kill_who_stopped(subject: Process, source: str) -> None:
     """Have another process, which runs ``source``, stop all threads, and kill it."""
-    parker = subprocess.Popen(
+    other = subprocess.Popen(
         [sys.executable, "-c", source, str(subject.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
-        assert parker.stdout is not None
-        assert int(parker.stdout.readline()) >= 5
+        assert other.stdout is not None
+        assert int(other.stdout.readline()) >= 5
         stays_at_rest(subject)
     finally:
-        parker.kill()
-        parker.communicate()
+        other.kill()
+        other.communicate()
 
 
 def test_the_process_that_stopped_the_threads_is_killed(tmp_path):
     with running(tmp_path, *KINDS[:5]) as subject:
-        kill_who_stopped(subject, PARKER)
+        kill_who_stopped(subject, FREEZES)
         subject.continues(*KINDS[:5])
 
 
 def test_the_init_that_stopped_the_threads_is_killed(tmp_path):
     """All processes of its namespace end with it, but its tracees would run until then."""
     with running(tmp_path, *KINDS[:5]) as subject:
-        kill_who_stopped(subject, f"import os\nos.getpid = lambda: 1\n{PARKER}")
+        kill_who_stopped(subject, f"import os\nos.getpid = lambda: 1\n{FREEZES}")
         assert subject.process.wait(60) == -signal.SIGKILL
 
 

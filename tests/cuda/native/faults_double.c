@@ -30,6 +30,10 @@ static struct {
     char file[256];
     bool begun, waits;
 } stop;
+static struct {
+    char function[48];
+    void (*call)(void);
+} callback;
 
 void misuse(const char *format, ...)
 {
@@ -70,8 +74,21 @@ CUresult entered(const char *function)
         pthread_mutex_lock(&mutex);
         stop.waits = false;
     }
+    void (*call)(void) = strcmp(callback.function, function) == 0 ? callback.call : NULL;
+    if (call != NULL)
+        callback.call = NULL;
     pthread_mutex_unlock(&mutex);
+    if (call != NULL)
+        call();
     return result;
+}
+
+EXPORT void double_call_back(const char *function, void (*call)(void))
+{
+    pthread_mutex_lock(&mutex);
+    snprintf(callback.function, sizeof callback.function, "%s", function);
+    callback.call = call;
+    pthread_mutex_unlock(&mutex);
 }
 
 EXPORT void double_stop_while(const char *function, long calls, const char *file)

@@ -111,6 +111,23 @@ def test_a_program_that_renames_its_threads_says_nothing_of_its_memory(kernel, n
     kernel.runs_on()
 
 
+@pytest.mark.parametrize("name", ["gpu-ckpt-fast", "gpu-ckpt-copy"])
+def test_a_program_s_thread_that_is_called_as_the_library_s_is_frozen(kernel, name):
+    kernel.ask(f"begin_thread({name!r})")
+    kernel.ask("slow(100_000)")
+    kernel.lock()
+    kernel.swap_out()
+    with pytest.raises(CudaError):
+        kernel.path.swap_in(lock_s=5, timeout_s=0.05)
+    assert frozen(kernel)
+    tasks = [(task / "stat").read_text().rpartition(")") for task in Path(f"/proc/{kernel.pid}/task").iterdir()]
+    states = [rest.split()[0] for before, _, rest in tasks if before.endswith(f"({name}")]
+    assert states.count("t") == 1, "and the library's own run"
+    kernel.swap_in()
+    kernel.ask("slow(0)")
+    kernel.runs_on()
+
+
 def test_a_program_that_renames_the_librarys_thread_hides_nothing(kernel):
     kernel.lock()
     assert kernel.swap_out() > 0

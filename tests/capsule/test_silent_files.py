@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from round_trip import Subject
@@ -43,6 +47,57 @@ def test_a_path_whose_server_is_silent_is_given_up(silent):
         file_facts.within_timeout(f"{silent.place}/file")
 
 
+#: Opens the files that it gets as arguments, and waits.
+OPENS = "import sys\nfiles = [open(path) for path in sys.argv[1:]]\nprint(flush=True)\nsys.stdin.read()"
+
+
+def test_a_deleted_name_is_looked_up_for_an_ordinary_user_without_waiting_for_its_server(silent, monkeypatch):
+    """A thread inspects: the server's end has its calls fail, should they wait."""
+    names = [silent.place / "file", silent.place / "other"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", OPENS, *names], **pipes) as process, ThreadPoolExecutor(1) as executor:
+        process.stdout.readline()
+        names[0].unlink()
+        silent.fall_silent()
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        try:
+            found = executor.submit(inventory.inspect, process.pid, stopped=False).result(timeout=30)
+        finally:
+            silent.end()
+            process.kill()
+    (what,) = [each["what"] for each in found.refusals if str(silent.place) in each["what"]]
+    assert what.startswith(f"a file that cannot be reached ({names[0]} (deleted), descriptor "), what
+    assert os.strerror(errno.ETIMEDOUT) in what
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_directory_in_which_a_user_may_make_no_name_is_refused(closed, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "access", lambda path, mode: not closed)  # root may do so everywhere
+    with open(tmp_path / "file", "w"):
+        os.link(tmp_path / "file", tmp_path / "other")
+        (tmp_path / "file").unlink()
+        found = inventory.inspect(os.getpid(), stopped=False)
+    words = [each["what"] for each in found.refusals if str(tmp_path) in each["what"]]
+    assert len(words) == closed
+    assert all(what.startswith(f"a file that was deleted under the name {tmp_path}/file") for what in words)
+
+
+def test_an_inspection_that_gets_no_process_says_so(tmp_path, monkeypatch):
+    """Where it may start none, it knows nothing of the file: it neither refuses nor proves it."""
+
+    def fork():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with open(tmp_path / "file", "w"):
+        os.link(tmp_path / "file", tmp_path / "other")
+        (tmp_path / "file").unlink()
+        monkeypatch.setattr(os, "fork", fork)
+        with pytest.raises(BlockingIOError):
+            inventory.inspect(os.getpid(), stopped=False)
+
+
 def test_no_descriptor_is_inspected_by_a_call_to_a_file_server(monkeypatch, tmp_path):
     def asked(*arguments, **options):
         raise AssertionError(f"asked a server: {arguments}")
@@ -74,3 +129,13 @@ def test_the_facts_of_a_file_are_those_of_stat(path):
     for facts in (file_facts.of(path), file_facts.within_timeout(path)):
         assert (facts.mode, facts.device) == expected
         assert path.startswith("/proc") or (facts.inode, facts.mtime_ns) == (status.st_ino, status.st_mtime_ns)
+
+
+def test_a_link_is_there_by_its_own_inode(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    inode = (tmp_path / "file").stat().st_ino
+    assert file_facts.is_there(f"{tmp_path}/file", inode)
+    assert not file_facts.is_there(f"{tmp_path}/link", inode)
+    assert file_facts.is_there(f"{tmp_path}/link", (tmp_path / "link").lstat().st_ino)
+    assert not file_facts.is_there(f"{tmp_path}/none", inode)

@@ -84,7 +84,7 @@ def test_a_directory_in_which_a_user_may_make_no_name_is_refused(closed, tmp_pat
 
 
 def test_an_inspection_that_gets_no_process_says_so(tmp_path, monkeypatch):
-    """Where it may start none, it knows nothing of the file: it neither refuses nor proves it."""
+    """The file is neither refused nor proven: nothing is known of it."""
 
     def fork():
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

@@ -23,9 +23,10 @@ TIMEOUT = 2.0
 
 _AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = -100, 0x100, 0x1000, 0x4000
 _STATX_TYPE, _STATX_MODE, _STATX_NLINK, _STATX_MTIME, _STATX_INO, _STATX_BTIME = 0x1, 0x2, 0x4, 0x40, 0x100, 0x800
-#: ``struct statx``, and where the number of names, the mode, the inode, the times of birth and of the last change and
-#: the device of a device file are.
-_STATX_BYTES, _AT_NLINK, _AT_MODE, _AT_BTIME, _AT_MTIME, _AT_DEVICE = 256, 16, 28, 80, 112, 128
+#: ``struct statx``, and where the number of names, the mode, the inode, the times of birth and of the last change, the
+#: device of a device file and that of the file system are.
+_STATX_BYTES, _AT_NLINK, _AT_MODE, _AT_INODE, _AT_BTIME, _AT_MTIME, _AT_DEVICE = 256, 16, 28, 32, 80, 112, 128
+_AT_FILE_SYSTEM = 136
 _RESOLVE_CACHED = 0x20
 
 
@@ -54,6 +55,14 @@ def names(path: str) -> int:
     """Return the number of names that a file has, without waiting, as `of`; raises `OSError`."""
     (count,) = struct.unpack_from("=I", _statx(path, _AT_FDCWD, 0, _STATX_NLINK), _AT_NLINK)
     return int(count)
+
+
+def identity(path: str) -> tuple[int, int, int]:
+    """Return the major and minor number of a file's file system, and its inode, as `of`; raises `OSError`."""
+    buffer = _statx(path, _AT_FDCWD, 0, _STATX_INO)
+    (inode,) = struct.unpack_from("=Q", buffer, _AT_INODE)
+    major, minor = struct.unpack_from("=II", buffer, _AT_FILE_SYSTEM)
+    return major, minor, inode
 
 
 def birth_ns(path: str) -> int:

@@ -14,7 +14,8 @@ from round_trip import Subject
 from silent_fuse import SilentFuse
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
-from jupyter_gpu_ckpt.process import file_facts, inventory
+from jupyter_gpu_ckpt.process import file_facts, inventory, shared_memory
+from jupyter_gpu_ckpt.process.shared_memory import SharedMemory
 
 ROOT = os.geteuid() == 0
 
@@ -68,6 +69,33 @@ def test_a_deleted_name_is_looked_up_for_an_ordinary_user_without_waiting_for_it
     (what,) = [each["what"] for each in found.refusals if str(silent.place) in each["what"]]
     assert what.startswith(f"a file that cannot be reached ({names[0]} (deleted), descriptor "), what
     assert os.strerror(errno.ETIMEDOUT) in what
+
+
+#: Maps a file as shared memory; its server need not know how to read it.
+MAPS = """
+import ctypes, os, sys
+map = ctypes.CDLL(None).mmap
+map.restype, map.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+file = os.open(sys.argv[1], os.O_RDONLY)
+print(map(None, 4096, 1, 1, file, 0), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_shared_memory_of_a_silent_server_is_refused_and_stops_nobody_for_long(silent):
+    """Before a dump all processes of the kernel are stopped meanwhile."""
+    file = silent.place / "file"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", MAPS, file], **pipes) as process, ThreadPoolExecutor(1) as executor:
+        assert int(process.stdout.readline()) > 0
+        file.unlink()
+        silent.fall_silent()
+        try:
+            with pytest.raises(shared_memory.UnsavableSharedMemory, match="does not answer"):
+                executor.submit(SharedMemory("/none").give_names, [process.pid]).result(timeout=30)
+        finally:
+            silent.end()
+            process.kill()
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -129,6 +157,7 @@ def test_the_facts_of_a_file_are_those_of_stat(path):
     for facts in (file_facts.of(path), file_facts.within_timeout(path)):
         assert (facts.mode, facts.device) == expected
         assert path.startswith("/proc") or (facts.inode, facts.mtime_ns) == (status.st_ino, status.st_mtime_ns)
+    assert file_facts.identity(path) == (os.major(status.st_dev), os.minor(status.st_dev), status.st_ino)
 
 
 def test_a_link_is_there_by_its_own_inode(tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 #: <linux/fs.h>
@@ -50,12 +51,16 @@ def copy_into(source: Path, target: int, offset: int) -> None:
 
 def _copied(source: int, target: int, offset: int = 0) -> int:
     """Copy the content of a file, whose holes stay holes; return the bytes copied.  Raises `OSError`."""
+    return sum(_copy_range(source, target, begin, end, offset) for begin, end in data_ranges(source))
+
+
+def data_ranges(source: int) -> Iterator[tuple[int, int]]:
+    """Yield where data in a file begins and ends, without its holes, which read as zeros.  Moves its position."""
     size = os.fstat(source).st_size
-    at = copied = 0
+    at = 0
     while at < size:
         begin, at = _data(source, at, size)
-        copied += _copy_range(source, target, begin, at, offset)
-    return copied
+        yield begin, min(at, size)
 
 
 def _data(source: int, at: int, size: int) -> tuple[int, int]:

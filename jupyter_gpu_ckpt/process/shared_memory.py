@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.files import clone
 from jupyter_gpu_ckpt.process import file_facts, syscalls
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.ptrace import ProcessMemory
@@ -68,6 +69,10 @@ _FLAGS = os.O_ACCMODE | 0o100000 | os.O_NOFOLLOW | os.O_CLOEXEC
 _TORCH, _TORCH_POSITION = re.compile(_SHARED_MEMORY + r"torch_\d+_\d+_\d+$"), 1
 _AT_FDCWD = -100
 _CHUNK = 1 << 20
+#: Pages that mincore(2) is asked for at a time: its answer, a byte for each, lies on a stack for a moment.
+_ASKED = 1024
+#: Bytes of memory without a file that may get a name because it is nearly all holes.
+_SPARSE = 16 << 20
 #: Bytes of a file of another file system that are copied into memory at most.
 _LARGE = 256 << 20
 
@@ -133,7 +138,7 @@ class SharedMemory:
             return
         names = _living_names(pids)
         for key, file in files.items():
-            if file.is_memory and _criu_saves(file):
+            if file.is_memory and _criu_saves(file) and not _is_better_named(file):
                 continue
             _check(file)
             if key in names:
@@ -180,11 +185,17 @@ class SharedMemory:
 def _copy_file(source: str, target: str) -> None:
     made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        with open(source, "rb") as content:
+        with open(source, "rb", buffering=0) as content:
             os.truncate(made, os.stat(content.fileno()).st_size)
-            _write(made, 0, iter(lambda: content.read(_CHUNK), b""))
+            _copy_content(content.fileno(), made)
     finally:
         os.close(made)
+
+
+def _copy_content(source: int, target: int) -> None:
+    for begin, end in clone.data_ranges(source):
+        offsets = range(begin, end, _CHUNK)
+        _write(target, begin, (os.pread(source, min(_CHUNK, end - at), at) for at in offsets))
 
 
 def _deleted_path(name: str, inode: int) -> str:
@@ -277,7 +288,7 @@ def own_pages(pids: Iterable[int]) -> None:
 
 def _criu_saves(file: _File) -> bool:
     """Return whether CRIU saves memory without a file as it is: see the head of this module."""
-    size = max(mapping.offset + mapping.end - mapping.start for _, mapping in file.mapped)
+    size = _size_mapped(file)
     if file.opened:
         with _borrowed(file.opened[0]) as descriptor:
             if not _seals(descriptor) & _SEAL_WRITE or os.fstat(descriptor).st_size > size:
@@ -355,34 +366,96 @@ def _is_opened_once(uses: list[_Opened]) -> bool:
 
 
 def _flags(pid: int, start: int) -> set[str]:
-    """Return ``VmFlags`` of proc_pid_smaps(5) of the mapping at ``start``."""
+    return set(_details(pid, start).get("VmFlags", "").split())
+
+
+def _details(pid: int, start: int) -> dict[str, str]:
+    """Return the fields that proc_pid_smaps(5) has of the mapping at ``start``; ``VmFlags`` is the last."""
     _, _, rest = procfs.read(f"/proc/{pid}/smaps").partition(f"{start:08x}-")
-    return set(rest.partition("VmFlags:")[2].partition("\n")[0].split())
+    _, _, rest = rest.partition("\n")
+    return procfs.fields(rest[: rest.find("\n", rest.find("VmFlags:"))])
 
 
 def _copy(file: _File, path: str) -> None:
     """Make the named file with the content of the deleted one, read through what is mapped and open of it."""
     made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        mapped = {(mapping.offset, mapping.end - mapping.start): (pid, mapping) for pid, mapping in file.mapped}
-        size = max(offset + length for offset, length in mapped)
         source = f"/proc/{file.opened[0].pid}/fd/{file.opened[0].number}" if file.opened else ""
-        size = os.stat(source).st_size if source else size
-        if size > _available_memory() / 2 or (
-            size > _LARGE and not file.is_memory and not file.path.startswith(_SHARED_MEMORY)
-        ):
-            raise file.unmovable("it is too large to be copied into memory")
+        size = os.stat(source).st_size if source else _size_mapped(file)
         if source:
-            with contextlib.suppress(PermissionError), open(source, "rb") as content:
+            with contextlib.suppress(PermissionError), open(source, "rb", buffering=0) as content:
+                _require_space(file, sum(end - begin for begin, end in clone.data_ranges(content.fileno())))
                 os.truncate(made, size)
-                _write(made, 0, iter(lambda: content.read(_CHUNK), b""))
+                _copy_content(content.fileno(), made)
                 return
+        present = [*_present(file, size)]
+        _require_space(file, sum(end - begin for _, begin, end in present))
         os.truncate(made, size)
-        for (offset, length), (pid, mapping) in mapped.items():
+        for (pid, mapping), begin, end in present:
             with ProcessMemory(pid) as memory:
-                _write(made, offset, _read(memory, mapping.start, min(length, max(0, size - offset))))
+                _write(made, mapping.offset + begin, _read(memory, mapping.start + begin, end - begin))
     finally:
         os.close(made)
+
+
+def _size_mapped(file: _File) -> int:
+    return max(mapping.offset + mapping.end - mapping.start for _, mapping in file.mapped)
+
+
+def _require_space(file: _File, bytes: int) -> None:
+    """Raise `UnsavableSharedMemory` where so many bytes are not to be copied into memory."""
+    foreign = not file.is_memory and not file.path.startswith(_SHARED_MEMORY)
+    if bytes > _available_memory() / 2 or (bytes > _LARGE and foreign):
+        raise file.unmovable("it is too large to be copied into memory")
+
+
+def _is_better_named(file: _File) -> bool:
+    """Return whether memory that CRIU saves is nearly all holes, which it would make pages of, and can be named."""
+    size = _size_mapped(file)
+    if size < _SPARSE or 2 * sum(end - begin for _, begin, end in _present(file, size)) > size:
+        return False
+    try:
+        _check(file)
+    except UnsavableSharedMemory:
+        return False
+    return True
+
+
+def _present(file: _File, size: int) -> Iterator[tuple[_Mapped, int, int]]:
+    """Yield which parts of a file's mappings have content up to ``size``, each once, as offsets in a mapping.
+
+    Memory that never was a file has it where it has pages: to read another page, of zeros, would make it.
+    """
+    mapped = {(each.mapping.offset, each.mapping.end - each.mapping.start): each for each in file.mapped}
+    for (offset, length), each in mapped.items():
+        length = min(length, max(0, size - offset))
+        if not file.is_memory:
+            yield each, 0, length
+            continue
+        with Injection.into(each.pid) as injection:
+            for begin, end in _present_in(injection, each.mapping, length):
+                yield each, begin, end
+
+
+def _present_in(injection: Injection, mapping: procfs.MemoryMapping, length: int) -> list[tuple[int, int]]:
+    """Return where pages begin and end in a mapping of shared memory; all of it where some are swapped out.
+
+    mincore(2) does not know these.
+    """
+    found: list[tuple[int, int]] = []
+    for at in range(0, length, _ASKED * mmap.PAGESIZE):
+        pages = -(-min(length - at, _ASKED * mmap.PAGESIZE) // mmap.PAGESIZE)
+        with injection.on_stack(bytes(pages)) as address:
+            if injection.call("mincore", mapping.start + at, pages * mmap.PAGESIZE, address) < 0:
+                return [(0, length)]
+            present = injection.memory.read(address, pages)
+        for each in re.finditer(rb"[^\0]+", present):
+            begin, end = (at + page * mmap.PAGESIZE for page in each.span())
+            if found and found[-1][1] == begin:
+                begin = found.pop()[0]
+            found.append((begin, min(end, length)))
+    # Last: the stopped processes bring none back.
+    return [(0, length)] if _details(injection.pid, mapping.start).get("Swap", "0 kB") != "0 kB" else found
 
 
 def _available_memory() -> int:

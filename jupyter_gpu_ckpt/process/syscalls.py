@@ -53,7 +53,7 @@ _BY_MACHINE = """
     personality 135 92  prctl 157 167  keyctl 250 219  mbind 237 235  set_mempolicy 238 237
     eventfd2 290 19  dup3 292 24  close 3 57  read 0 63  epoll_ctl 233 21  waitid 247 95  futex 202 98
     mlock2 325 284  mlockall 151 230  mmap 9 222  munmap 11 215  mprotect 10 226  rt_sigaction 13 134  getpid 39 172
-    get_robust_list 274 100  lseek 8 62  openat 257 56  open_by_handle_at 304 265
+    mincore 27 232  get_robust_list 274 100  lseek 8 62  openat 257 56  open_by_handle_at 304 265
     rt_sigtimedwait 128 137  rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240  fcntl 72 25  epoll_pwait 281 22
 """
 _MACHINES = ("x86_64", "aarch64")

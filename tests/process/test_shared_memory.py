@@ -206,3 +206,49 @@ def test_memory_that_is_written_in_part_only_is_written_to_its_end_or_refused(tm
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         os.close(made)
+
+
+#: A process with memory without a file, nearly all holes; it shows its pages, and what is in them.
+SPARSE = """
+import mmap, os, sys
+MIB = 1 << 20
+memory = mmap.mmap(-1, 64 * MIB)
+memory[0], memory[5 * MIB], memory[64 * MIB - 1] = 1, 2, 3
+child = os.fork()
+while not child: os.kill(os.getpid(), 19)
+print(child, flush=True)
+for line in sys.stdin:
+    (shared,) = [each.split()[1] for each in open("/proc/self/status") if each.startswith("RssShmem")]
+    print(memory[0], memory[5 * MIB], memory[64 * MIB - 1], int(shared) <= 1024, flush=True)
+os.kill(child, 9)
+"""
+
+
+def test_memory_that_is_nearly_all_holes_stays_so(files):
+    """CRIU, which can save it, would read every page of it, and each page that is read is made."""
+    argv = [sys.executable, "-c", SPARSE]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        child = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: all(procfs.stat(pid).state == "T" for pid in (process.pid, child)))
+        files.give_names([process.pid, child])
+        (path,) = [f"{files.directory}/{name}" for name in os.listdir(files.directory)]
+        names = {mapping.name for pid in (process.pid, child) for mapping in procfs.maps(pid)}
+        assert path in names and not any(name.startswith("/dev/zero") for name in names)
+        assert (os.stat(path).st_size, os.stat(path).st_blocks * 512 <= 4 << 20) == (64 << 20, True)
+        os.kill(process.pid, signal.SIGCONT)
+        process.stdin.write("\n")
+        assert process.stdout.readline().split() == ["1", "2", "3", "True"]
+        process.stdin.close()
+        os.kill(child, signal.SIGCONT)
+
+
+def test_copies_of_files_with_holes_have_them_too(tmp_path):
+    source = tmp_path / "source"
+    with source.open("wb") as file:
+        file.seek(1 << 40)
+        file.write(b"end")
+    shared_memory._copy_file(str(source), str(tmp_path / "target"))
+    with (tmp_path / "target").open("rb") as file:
+        assert file.seek(1 << 40) and file.read() == b"end"
+    assert (tmp_path / "target").stat().st_blocks <= source.stat().st_blocks

@@ -16,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from conda_channel import Channel, stand_ins
 
 from jupyter_gpu_ckpt import __version__
 from jupyter_gpu_ckpt.doctor.checks import NATIVE_PARTS
@@ -130,6 +131,38 @@ def release(front_end, tmp_path_factory) -> Path:
     done = run(*alone, ROOT / "scripts/release", "--output", output, "--url", URL, "--no-bill")
     assert done.returncode == 0, done.stderr
     return output
+
+
+@pytest.mark.slow
+def test_the_recipe_builds_and_its_tests_pass(release, tmp_path):
+    """By its own tool, from the sdist, without a network; Python, compiler and dependencies are this machine's."""
+    rattler = pytest.importorskip("rattler_build", reason="py-rattler-build is not installed (extra `build`)")
+    if shutil.which("gcc") is None:
+        pytest.skip("there is no C compiler on this machine")
+    copy = shutil.copytree(ROOT / "packaging/conda", tmp_path / "packaging/conda")
+    shutil.copytree(release, tmp_path / "dist")
+    (tmp_path / "stage").mkdir()
+    channel = Channel(tmp_path / "channel", tmp_path / "stage")
+    wanted = setup()
+    stand_ins(
+        channel, [*wanted["options"]["install_requires"].split(), *wanted["options.extras_require"]["server"].split()]
+    )
+    (variant,) = rattler.Stage0Recipe.from_file(copy / "recipe.yaml").render(
+        rattler.VariantConfig.from_file(copy / "variants.yaml")
+    )
+    made = variant.run_build(
+        rattler.ToolConfiguration(test_strategy="native"),
+        output_dir=tmp_path / "output",
+        channels=[channel.directory.as_uri()],
+    )
+    (package,) = map(Path, made.packages)
+    assert package.name.startswith(f"jupyter_gpu_ckpt-{__version__}-") and package.parent.name == "linux-64"
+    names = rattler.Package.from_file(package).files
+    for part in NATIVE_PARTS:
+        assert [name for name in names if re.search(rf"/native/_{part}\b.*\.so$", name)], part
+    assert "bin/jupyter-gpu-ckpt" in names
+    assert "etc/jupyter/jupyter_server_config.d/jupyter_gpu_ckpt.json" in names
+    assert [name for name in names if re.match(r"share/jupyter/labextensions/jupyter-gpu-ckpt/static/.*\.js$", name)]
 
 
 @pytest.fixture(scope="module")

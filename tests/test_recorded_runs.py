@@ -74,6 +74,15 @@ def test_a_newer_run_makes_the_readme_stale(make_docs, records, machine):
     assert len(re.findall(rf"16 GiB of tensors \| {machine}", renewed)) == 1 and "610.1" in renewed
 
 
+@pytest.mark.parametrize("page", ["docs/index.md", "CHANGELOG.md"])
+def test_less_than_a_second_is_true_of_the_newest_runs(records, page):
+    module, _ = records
+    (sentence,) = re.findall(r".*16 GiB (?:of tensors )?are off the GPU.*", (ROOT / page).read_text())
+    assert sentence.count("less than a second") == 2
+    newest = module.newest(module.recorded(), memory="PyTorch", moved_by="library", gib="16")
+    assert len(newest) > 1 and all(max(float(run.free), float(run.back)) < 1 for run in newest)
+
+
 def test_the_record_is_in_the_order_of_its_dates_and_has_figures():
     found = rows()
     assert [row["date"] for row in found] == sorted(row["date"] for row in found)

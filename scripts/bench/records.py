@@ -91,7 +91,7 @@ def runs_of(name: str, report: dict[str, Any], commit: str) -> Iterator[Run]:
                 free, back = (f"{statistics.median(found[way]):.3f}" for way in ("free", "back"))
                 yield Run(*begin, "fastpath", *KINDS[kind], gib, free, back)
     elif name == "device-memory-bench.json":
-        for row in PROGRAMS.keys() & report["rows"].keys():
+        for row in (name for name in PROGRAMS if name in report["rows"]):
             medians = {figure["what"]: f"{figure['median']:.3f}" for figure in report["rows"][row]}
             (gib,) = {what.partition(" ")[0] for what in medians}
             title = f"{gib} GiB, {PROGRAMS[row].title}"

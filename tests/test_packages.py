@@ -16,7 +16,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conda_channel import Channel, stand_ins
 
 from jupyter_gpu_ckpt import __version__
 from jupyter_gpu_ckpt.doctor.checks import NATIVE_PARTS
@@ -133,29 +132,28 @@ def release(front_end, tmp_path_factory) -> Path:
     return output
 
 
-@pytest.mark.slow
-def test_the_recipe_builds_and_its_tests_pass(release, tmp_path):
-    """By its own tool, from the sdist, without a network; Python, compiler and dependencies are this machine's."""
-    rattler = pytest.importorskip("rattler_build", reason="py-rattler-build is not installed (extra `build`)")
+def build_the_recipe(release: Path, place: Path, changed: str = "", into: str = "") -> subprocess.CompletedProcess[str]:
+    """By its own tool, in a network namespace without interfaces; with this machine's Python, compiler and packages."""
     if shutil.which("gcc") is None:
         pytest.skip("there is no C compiler on this machine")
-    copy = shutil.copytree(ROOT / "packaging/conda", tmp_path / "packaging/conda")
-    shutil.copytree(release, tmp_path / "dist")
-    (tmp_path / "stage").mkdir()
-    channel = Channel(tmp_path / "channel", tmp_path / "stage")
+    shutil.copytree(ROOT / "packaging/conda", place / "packaging/conda")
+    shutil.copytree(release, place / "dist")
+    recipe = place / "packaging/conda/recipe.yaml"
+    assert changed in recipe.read_text()
+    recipe.write_text(recipe.read_text().replace(changed, into) if changed else recipe.read_text())
     wanted = setup()
-    stand_ins(
-        channel, [*wanted["options"]["install_requires"].split(), *wanted["options.extras_require"]["server"].split()]
-    )
-    (variant,) = rattler.Stage0Recipe.from_file(copy / "recipe.yaml").render(
-        rattler.VariantConfig.from_file(copy / "variants.yaml")
-    )
-    made = variant.run_build(
-        rattler.ToolConfiguration(test_strategy="native"),
-        output_dir=tmp_path / "output",
-        channels=[channel.directory.as_uri()],
-    )
-    (package,) = map(Path, made.packages)
+    server = wanted["options.extras_require"]["server"].split()
+    program = [sys.executable, ROOT / "tests/support/conda_channel.py", place]
+    alone = ["unshare", "--map-root-user", "--net"]
+    return run(*alone, *program, *wanted["options"]["install_requires"].split(), *server, timeout=280)
+
+
+@pytest.mark.slow
+def test_the_recipe_builds_without_a_network_and_its_tests_pass(release, tmp_path):
+    rattler = pytest.importorskip("rattler_build", reason="py-rattler-build is not installed (extra `build`)")
+    done = build_the_recipe(release, tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    package = Path(done.stdout.splitlines()[-1])
     assert package.name.startswith(f"jupyter_gpu_ckpt-{__version__}-") and package.parent.name == "linux-64"
     names = rattler.Package.from_file(package).files
     for part in NATIVE_PARTS:
@@ -163,6 +161,16 @@ def test_the_recipe_builds_and_its_tests_pass(release, tmp_path):
     assert "bin/jupyter-gpu-ckpt" in names
     assert "etc/jupyter/jupyter_server_config.d/jupyter_gpu_ckpt.json" in names
     assert [name for name in names if re.match(r"share/jupyter/labextensions/jupyter-gpu-ckpt/static/.*\.js$", name)]
+
+
+@pytest.mark.torture
+def test_a_recipe_whose_package_lacks_something_does_not_pass(release, tmp_path):
+    pytest.importorskip("rattler_build", reason="py-rattler-build is not installed (extra `build`)")
+    done = build_the_recipe(
+        release, tmp_path, "    - jupyter_gpu_ckpt.server.app\n", "    - jupyter_gpu_ckpt.no_such\n"
+    )
+    print(done.stdout[-3000:], done.stderr[-3000:])
+    assert done.returncode != 0
 
 
 @pytest.fixture(scope="module")

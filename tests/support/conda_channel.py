@@ -1,7 +1,8 @@
 """A conda channel of stand-ins, for machines that reach no real one: this machine's Python, compiler and packages.
 
 What it has is this machine's own, so that a build and its tests use real programs; that conda-forge's packages fit
-together is not to be seen with it.
+together is not to be seen with it.  ``python conda_channel.py DIRECTORY REQUIREMENT ...`` makes such a channel in
+DIRECTORY, builds the recipe DIRECTORY/packaging/conda with it, runs the recipe's tests, and prints the package's path.
 """
 
 from __future__ import annotations
@@ -130,3 +131,24 @@ def stand_ins(channel: Channel, requirements: list[str]) -> None:
         distribution = needed[normal]
         channel.add(NAMES.get(name, name), distribution.version, dict(files_of(distribution)), ["python", "others"])
     channel.write_index()
+
+
+def build(directory: Path, requirements: list[str]) -> Path:
+    """Build the recipe and run its tests.  Return the package; raises rattler-build's error."""
+    import rattler_build
+
+    stage = directory / "stage"
+    stage.mkdir()
+    channel = Channel(directory / "channel", stage)
+    stand_ins(channel, requirements)
+    recipe = directory / "packaging/conda"
+    variants = rattler_build.VariantConfig.from_file(recipe / "variants.yaml")
+    (variant,) = rattler_build.Stage0Recipe.from_file(recipe / "recipe.yaml").render(variants)
+    tool = rattler_build.ToolConfiguration(test_strategy="native")
+    made = variant.run_build(tool, output_dir=directory / "output", channels=[channel.directory.as_uri()])
+    (package,) = made.packages
+    return Path(package)
+
+
+if __name__ == "__main__":
+    print(build(Path(sys.argv[1]), sys.argv[2:]))

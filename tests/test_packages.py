@@ -145,10 +145,11 @@ def build_the_recipe(release: Path, place: Path, changed: str = "", into: str = 
     server = wanted["options.extras_require"]["server"].split()
     program = [sys.executable, ROOT / "tests/support/conda_channel.py", place]
     alone = ["unshare", "--map-root-user", "--net"]
-    return run(*alone, *program, *wanted["options"]["install_requires"].split(), *server, timeout=280)
+    return run(*alone, *program, *wanted["options"]["install_requires"].split(), *server, timeout=600)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_recipe_builds_without_a_network_and_its_tests_pass(release, tmp_path):
     rattler = pytest.importorskip("rattler_build", reason="py-rattler-build is not installed (extra `build`)")
     done = build_the_recipe(release, tmp_path)
@@ -164,13 +165,13 @@ def test_the_recipe_builds_without_a_network_and_its_tests_pass(release, tmp_pat
 
 
 @pytest.mark.torture
+@pytest.mark.timeout(900)
 def test_a_recipe_whose_package_lacks_something_does_not_pass(release, tmp_path):
     pytest.importorskip("rattler_build", reason="py-rattler-build is not installed (extra `build`)")
     done = build_the_recipe(
         release, tmp_path, "    - jupyter_gpu_ckpt.server.app\n", "    - jupyter_gpu_ckpt.no_such\n"
     )
-    print(done.stdout[-3000:], done.stderr[-3000:])
-    assert done.returncode != 0
+    assert done.returncode != 0 and "Test failed" in done.stderr, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ class Run(NamedTuple):
 
     @property
     def missed(self) -> tuple[bool, bool]:
-        """Whether it took longer than its limits, off the GPU and back."""
+        """True where the run took longer than its limit, off the GPU and back."""
         free, back = LIMITS.get(int(self.gib or 0), (None, None))
         if free is None or back is None or self.bench != "fastpath" or self.moved_by == "driver":
             return False, False

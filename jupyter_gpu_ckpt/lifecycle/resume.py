@@ -134,6 +134,8 @@ def cuda_resume(attempt: Attempt) -> None:
         capsule, deadline = kernel.require_capsule(), kernel.deadline(attempt.traced.bytes)
         kernel.fast_path().swapped_out()  # raises first if an owner of another release has suspended the processes
         part = attempt.traced.part
+        if attempt.lease is not None:  # a driver that is too old does not know what another one has suspended
+            kernel.engine.cuda.available()
         wait_s = _wait_for_leavers(attempt)
         with part("children"):
             cuda_processes.resume_children(kernel, attempt.gpu_mapping, deadline)

@@ -235,6 +235,17 @@ def test_device_files_that_a_child_has_inherited_are_taken_from_it(family, first
     family.cycle()
 
 
+@pytest.mark.parametrize("inherited", [True, False])
+def test_a_forked_child_does_not_use_cuda_although_an_old_driver_does_not_say_so(family, inherited):
+    family.driver.too_old = True
+    fake, kernel = family.fakes[COMMANDS[2]], family.lifecycle.kernel
+    own, child = kernel.require_capsule().host_pid, next(p for p, f in family.driver.processes.items() if f is fake)
+    fake.cuda, fake.inherited, fake.device_files = True, inherited, {"/dev/nvidiactl", "/dev/nvidia0"}
+    assert cuda_processes.uses_cuda_alone(kernel, [own])
+    assert cuda_processes.uses_cuda_alone(kernel, [own, child]) is inherited
+    assert not cuda_processes.uses_cuda_alone(kernel, [child])
+
+
 #: A kernel that has a file mapped and open, as a user of CUDA has device files, and a forked child that counts on, and
 #: so does what that forks at a SIGUSR1.
 FORKS = """

@@ -208,8 +208,10 @@ The kernel slept and woke.
 sh: 1: cannot create /proc/sys/kernel/panic: Permission denied
 sh: 1: kill: Permission denied
 audit: apparmor="DENIED" operation="signal" profile="gpu-ckpt" comm="sh" denied_mask="send" peer="unconfined"
-== without mounts
+== without mount
 FAIL  namespaces         A mount namespace is refused: mount flags on /: Permission denied.
+== without change_profile
+FAIL  apparmor           The AppArmor profile forbids to enter itself, so no restored thread gets it: Permission denied.
 == end
 """.replace("\n", "\r\n")
 
@@ -225,6 +227,7 @@ FAIL  namespaces         A mount namespace is refused: mount flags on /: Permiss
         ("panic: Permission denied", "", ["settings of Linux cannot be written"]),
         ('"signal"', '"open"', ["signals do not leave the profile"]),
         ("FAIL  namespaces", "", ["without its rules for mounts doctor complains"]),
+        ("FAIL  apparmor", "", ["without its rule for itself doctor complains"]),
     ],
 )
 def test_a_profile_that_is_too_narrow_or_too_wide_is_found(changed, into, problem):

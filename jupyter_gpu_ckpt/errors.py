@@ -156,7 +156,7 @@ class BranchDiffers(PreflightError, code="BRANCH_DIFFERS"):
 
 
 class BranchUnsafe(PreflightError, code="BRANCH_UNSAFE"):
-    """Two kernels that go on from the same state would damage something."""
+    """Two kernels that continue from the same state would damage something."""
 
     default_hint = "End it in the kernel, save again, and begin the branch from there."
 

@@ -15,7 +15,7 @@ import errno
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 #: Raised by readers when the process has ended.
@@ -201,6 +201,17 @@ def maps(pid: int) -> list[MemoryMapping]:
         name = _unescaped(pid, *addresses, words[5]) if len(words) > 5 else ""
         found.append(MemoryMapping(*addresses, words[1], name, int(words[4]), words[3], int(words[2], 16)))
     return found
+
+
+def published(pid: int, mappings: Iterable[MemoryMapping], mark: bytes, size: int) -> bytes | None:
+    """Return the bytes behind a mark in some of a process's mappings, or None where it is not.  Raises `OSError`."""
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for mapping in mappings:
+            content = os.pread(memory.fileno(), mapping.end - mapping.start, mapping.start)
+            at = content.find(mark)
+            if at >= 0 and len(found := content[at + len(mark) :][:size]) == size:
+                return found
+    return None
 
 
 def _unescaped(pid: int, start: int, end: int, name: str) -> str:

@@ -403,7 +403,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         ``terminals``: file of the data in the kernel's terminals, if there is any; a dump writes it, and after another
         program (a restore) has succeeded it is put into the terminals.  ``root``, ``adopted``: of a restore, for
         `subreaper.Subreaper`.  ``restores``: the inner pid of the kernel that it makes; if that is killed and the
-        program goes on, it is killed, too.
+        program continues, it is killed, too.
 
         Raises, before the program runs, `KernelBusy` if a process does not stop, `UnsupportedTerminal` if the terminals
         have too much unread data, `UnsupportedFile` if an inotify instance has unread events, `LoopbackTcp` if a

@@ -356,7 +356,7 @@ class KernelState:
         child = pid if pid != capsule.host_pid else None
         keep_bytes = self.settings.host_copy_bytes
         if keep_bytes is None:
-            keep_bytes = _ALL if preflight.spare_memory() else 0
+            keep_bytes = _ALL if preflight.reserved_memory() else 0
         return FastPath(capsule, self.engine.cuda, child, keep_bytes=keep_bytes)
 
     def deadline(self, bytes: int) -> float:

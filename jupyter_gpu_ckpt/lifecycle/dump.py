@@ -147,7 +147,7 @@ def dump(attempt: Attempt) -> None:
 def begin_to_go_back(kernel: KernelState, image: Image) -> None:
     """Begin to make the capsule for the way back, and to read the image's device memory into it where that may be.
 
-    The kernel's clocks go on from now.
+    The kernel's clocks continue from now.
     """
     create = functools.partial(kernel.home.create_capsule, image, beside=True)
     with contextlib.suppress(RuntimeError):  # there are no more threads: it is made when it is needed

@@ -133,7 +133,7 @@ def _settled(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
 
 def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
     engine, cancellation, ahead = attempt.kernel.engine, attempt.kernel.cancellation, attempt.kernel.ahead
-    host_copies.make_room(attempt.kernel, image.manifest.fingerprint.get("memory", 0))
+    host_copies.release_copies(attempt.kernel, image.manifest.fingerprint.get("memory", 0))
     found = compatibility.mismatches(
         image.manifest,
         engine.store,
@@ -152,7 +152,7 @@ def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
 def _user_accepts(kernel: KernelState, changed: list[str]) -> bool:
     """Ask the user whose cell waits whether the changed files are accepted."""
     files = ", ".join(map(printable, changed[:3])) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-    prompt = f"Changed while the kernel was away: {files}. Go on with the files as they are now? [y/N] "
+    prompt = f"Changed while the kernel was away: {files}. Continue with the files as they are now? [y/N] "
     answer = kernel.gate.prompt(prompt, kernel.settings.question)
     return answer is not None and answer.strip().lower() in ("y", "yes")
 

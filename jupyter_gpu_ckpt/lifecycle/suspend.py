@@ -74,7 +74,7 @@ def _findings(
         has_agent=kernel.home.has_agent,
         swapped_out=extents[0],
         kept=extents[1],
-        make_room=functools.partial(host_copies.make_room, kernel),
+        release_copies=functools.partial(host_copies.release_copies, kernel),
         spillable=functools.partial(_spillable, kernel),
         disk_free=_space_for_image(kernel) if writes else None,
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),

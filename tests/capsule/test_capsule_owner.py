@@ -230,7 +230,7 @@ def test_closing_an_attached_capsule_ends_it(directory, monkeypatch):
     kill(process)
     capsule = Capsule.attach(directory)
     descriptors = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(under_test, "ANSWER", 1000)  # what were waited for in vain would end this test
+    monkeypatch.setattr(under_test, "ANSWER", 1000)  # an answer that never comes would end this test
     capsule.close()
     assert alive(pids[:1]) == []
     until(lambda: alive(pids) == [])

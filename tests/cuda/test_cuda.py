@@ -97,15 +97,15 @@ class TestCuda:
             process.stdin.close()
 
     def test_a_thread_is_not_a_process(self):
-        ready, leave = threading.Event(), threading.Event()
-        thread = threading.Thread(target=lambda: (ready.set(), leave.wait(60)))
+        ready, finish = threading.Event(), threading.Event()
+        thread = threading.Thread(target=lambda: (ready.set(), finish.wait(60)))
         thread.start()
         ready.wait(60)
         try:
             with pytest.raises(ValueError, match="thread of process"):
                 Cuda(Refuses(1)).unlock(thread.native_id)
         finally:
-            leave.set()
+            finish.set()
             thread.join()
 
     def test_a_success_that_is_none_is_an_error(self):

@@ -172,7 +172,7 @@ class TestHelper:
         os.close(write)
         assert waiting.result(60) == "done"
         assert queued.result(60) == 1
-        assert helper.call("x.pid", timeout_s=60) == pid, "to wait in vain is no reason to replace the helper"
+        assert helper.call("x.pid", timeout_s=60) == pid, "a wait without an answer is no reason to replace it"
 
     def test_a_helper_that_dies_in_a_call(self, helper):
         before = helper.call("x.pid", timeout_s=60)

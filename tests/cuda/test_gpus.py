@@ -73,7 +73,7 @@ def gpus(tmp_path):
     return FakeGpus(FakeDriver({A: 10 * GIB, B: 10 * GIB}), tmp_path / "locks")
 
 
-class TestRoom:
+class TestReservation:
     def test_the_lock_is_held_during_the_body_only(self, gpus, tmp_path):
         other = FakeGpus(gpus.driver, tmp_path / "locks")
         with gpus.reservation({A: GIB}, 1):

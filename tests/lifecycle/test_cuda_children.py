@@ -335,7 +335,7 @@ def forking(criu_binary, tmp_path):
     shutil.rmtree(base)
 
 
-def test_a_forked_child_goes_on_without_what_it_has_inherited(forking):
+def test_a_forked_child_continues_without_what_it_has_inherited(forking):
     """Also after suspends: when it resumes a process, the driver opens other files than those that were inherited."""
     assert forking.place in forking.has()
     for _ in range(2):
@@ -430,7 +430,7 @@ def test_what_a_dump_that_was_taken_back_has_lost_is_in_its_error(forking, monke
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
 def test_a_child_is_killed_in_the_middle(family, monkeypatch, verb, op, when):
-    """The end of a child is no failure: the others go on without it."""
+    """The end of a child is no failure: the others continue without it."""
     call, killed = family.driver.call, []
 
     def kills(asked: str, *, lane: int | None = None, **args):

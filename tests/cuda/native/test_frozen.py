@@ -123,7 +123,7 @@ def test_nothing_is_promised_of_a_kernel_without_the_library(fast_kernel, code):
         assert [each.code for each in found] == [code]
         error = refused(kernel, verb, code)
         assert (error.left, POSSIBLE in error.hint) == ("the kernel runs on", False)
-    kernel.program.goes_on()
+    kernel.program.continues()
 
 
 @pytest.mark.parametrize("code", NOT_LOCKED)

@@ -1,4 +1,4 @@
-# Targets: demo test test-fast test-hub lint labextension wheel release docs bench scale compatibility torture guide gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
+# Targets: demo test test-fast test-hub lint labextension wheel release docs linkcheck bench scale compatibility torture guide gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
 
 PYTHON ?= $(shell scripts/find-python)
 VENV ?= .venv
@@ -18,7 +18,7 @@ FRONT := labextension
 FRONT_VENV ?= $(VENV)
 FRONT_SOURCES := $(shell find $(FRONT)/src $(FRONT)/style $(FRONT)/schema $(FRONT)/package.json $(FRONT)/yarn.lock)
 
-.PHONY: demo test test-needs test-fast test-hub lint labextension linked front-end-test front-end-checked wheel release docs bench scale compatibility torture guide gpu-bundle gpu-check clean
+.PHONY: demo test test-needs test-fast test-hub lint labextension linked front-end-test front-end-checked wheel release docs linkcheck bench scale compatibility torture guide gpu-bundle gpu-check clean
 
 demo: $(VENV)/ready
 	$(BIN)/jupyter gpu-ckpt demo
@@ -102,6 +102,10 @@ release: $(BUILD_VENV)/ready
 docs: $(VENV)/ready
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
 	@echo "build/docs/index.html"
+
+# Asks for each address outside of the site, and fails if one does not answer; needs a network.
+linkcheck: $(VENV)/ready
+	$(BIN)/python -m sphinx --keep-going -q -b linkcheck -d build/doctrees docs build/linkcheck
 
 bench: $(VENV)/ready
 	$(BIN)/python scripts/bench $(BENCH_ARGS)

@@ -19,6 +19,10 @@ myst_heading_anchors = 4  # links to headings, as in a repository's pages
 # `make docs` fails for each warning
 nitpicky = True
 
+# `make linkcheck` asks each address outside of the site once more before it is called broken.
+linkcheck_retries = 2
+linkcheck_timeout = 20
+
 html_theme = "pydata_sphinx_theme"
 html_title = project
 html_static_path = ["_static"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 def size(count: float, digits: int = 1) -> str:
     """Format bytes: ``512 B``, ``1.5 GiB``, with ``digits`` after the point; two where a text compares sizes."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
+        if abs(count) < 1024 - 10**-digits / 2:  # 1023.99 KiB is a MiB, not 1024.0 KiB
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.{digits}f} {unit}"
         count /= 1024
     return f"{count:.{digits}f} TiB"

@@ -3,7 +3,8 @@
 ============================ =========================================================================================
 `python`                     compiled; traits that it sets exist and take its values; what configures nothing is an
                              example, and is run in a real kernel that is checkpointed before each next block
-`ipython`                    compiled; in the README run in that kernel, in the guides by ``make guide``
+`ipython`                    compiled; in the README run in that kernel, in lessons by their own tests (`PROGRAMS`), in
+                             the guides by ``make guide``
 `pycon`                      the lines after a prompt are compiled
 `console` (after a prompt),  programs, subcommands, options, extras, targets and files exist
 `bash` (each line)
@@ -61,8 +62,11 @@ ELSEWHERE = {
     "srun",
     "systemctl",
 }
-#: Pages with a whole program, and the test that runs it.
-PROGRAMS = {"docs/branches.md": "tests/kernel/test_program_example.py"}
+#: Pages with a program or a lesson as a whole, and the test that runs it.
+PROGRAMS = {
+    "docs/branches.md": "tests/kernel/test_program_example.py",
+    "docs/going-back.md": "tests/kernel/test_going_back_lesson.py",
+}
 #: Programs that pages hand out.
 HANDED_OUT = {path.name for path in (ROOT / "docs").rglob("*") if path.is_file() and not path.suffix}
 #: Classes that pages configure, by module.
@@ -409,7 +413,7 @@ def test_pages_for_users_have_examples():
 def test_labels_that_pages_for_users_name_are_those_of_the_front_end():
     """Menus, buttons and headings in italics; those of JupyterLab itself are paths."""
     source = "".join(path.read_text() for path in (ROOT / "labextension" / "src").glob("*.ts*")).replace("\\'", "'")
-    pages = [ROOT / "docs" / name for name in ("frontend.md", "usage.md", "first-sleep.md")]
+    pages = [ROOT / "docs" / name for name in ("frontend.md", "usage.md", "first-sleep.md", "going-back.md")]
     named = {label for page in pages for label in re.findall(r"(?<!\*)\*([A-Z][^*→>|\n]+)\*(?!\*)", page.read_text())}
     assert len(named) > 8
     assert {label for label in named if f"'{label}'" not in source and f'"{label}"' not in source} == set()

@@ -15,7 +15,7 @@ from desktop import FLAGS, find_chromium
 from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
-SECTIONS = ["first-sleep", "how-to", "reference", "explanation", "administrators"]
+SECTIONS = ["tutorials", "how-to", "reference", "explanation", "administrators"]
 #: Tags, and the attribute that names another file.
 LINKS = {"a": "href", "img": "src", "script": "src", "link": "href"}
 

@@ -132,6 +132,48 @@ def release(front_end, tmp_path_factory) -> Path:
     return output
 
 
+def build_the_recipe(release: Path, place: Path, changed: str = "", into: str = "") -> subprocess.CompletedProcess[str]:
+    """By its own tool, in a network namespace without interfaces; with this machine's Python, compiler and packages."""
+    if shutil.which("gcc") is None:
+        pytest.skip("there is no C compiler on this machine")
+    shutil.copytree(ROOT / "packaging/conda", place / "packaging/conda")
+    shutil.copytree(release, place / "dist")
+    recipe = place / "packaging/conda/recipe.yaml"
+    assert changed in recipe.read_text()
+    recipe.write_text(recipe.read_text().replace(changed, into) if changed else recipe.read_text())
+    wanted = setup()
+    server = wanted["options.extras_require"]["server"].split()
+    program = [sys.executable, ROOT / "tests/support/conda_channel.py", place]
+    alone = ["unshare", "--map-root-user", "--net"]
+    return run(*alone, *program, *wanted["options"]["install_requires"].split(), *server, timeout=600)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_recipe_builds_without_a_network_and_its_tests_pass(release, tmp_path):
+    rattler = pytest.importorskip("rattler_build", reason="py-rattler-build is not installed (extra `build`)")
+    done = build_the_recipe(release, tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    package = Path(done.stdout.splitlines()[-1])
+    assert package.name.startswith(f"jupyter_gpu_ckpt-{__version__}-") and package.parent.name == "linux-64"
+    names = rattler.Package.from_file(package).files
+    for part in NATIVE_PARTS:
+        assert [name for name in names if re.search(rf"/native/_{part}\b.*\.so$", name)], part
+    assert "bin/jupyter-gpu-ckpt" in names
+    assert "etc/jupyter/jupyter_server_config.d/jupyter_gpu_ckpt.json" in names
+    assert [name for name in names if re.match(r"share/jupyter/labextensions/jupyter-gpu-ckpt/static/.*\.js$", name)]
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(900)
+def test_a_recipe_whose_package_lacks_something_does_not_pass(release, tmp_path):
+    pytest.importorskip("rattler_build", reason="py-rattler-build is not installed (extra `build`)")
+    done = build_the_recipe(
+        release, tmp_path, "    - jupyter_gpu_ckpt.server.app\n", "    - jupyter_gpu_ckpt.no_such\n"
+    )
+    assert done.returncode != 0 and "Test failed" in done.stderr, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def wheel(release) -> Path:
     (wheel,) = release.glob("*.whl")

@@ -97,3 +97,16 @@ def test_the_newest_section_of_the_changelog_is_this_version():
     sections = re.findall(r"^## (\S+) \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert sections[0][0] == __version__
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d|unreleased", date) for _, date in sections)
+
+
+def test_the_way_to_a_passing_change_runs_one_quick_file_and_not_the_suite():
+    """CONTRIBUTING promises minutes: what takes longer comes after them."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    way = text.partition("## From a clone to a passing change\n")[2].partition("\n## ")[0]
+    commands = re.search(r"```bash\n(.*?)```", way, re.DOTALL)[1].splitlines()
+    assert [command.split()[0:2] for command in commands if "make" in command] == [["make", "demo"], ["make", "lint"]]
+    (first,) = set(re.findall(r"pytest (tests/\S+\.py)", "\n".join(commands)))
+    source = (ROOT / first).read_text()
+    assert "mark.slow" not in source and "mark.torture" not in source and "criu_binary" not in source
+    before, _, after = way.partition("You can send it now.")
+    assert "make test" not in before and "make test-fast" in after

@@ -30,6 +30,7 @@ def test_things_are_counted_as_people_say_it():
         (1536, "1.5 KiB"),
         (300 << 20, "300.0 MiB"),
         (3 << 29, "1.5 GiB"),
+        ((1 << 20) - 1, "1.0 MiB"),
         (5 << 40, "5.0 TiB"),
         (-(2 << 20), "-2.0 MiB"),
     ],

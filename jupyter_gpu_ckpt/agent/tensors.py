@@ -310,7 +310,7 @@ def _forget_results(shell: Any, doomed: set[tuple[str, int]]) -> None:
 def human(count: float) -> str:
     """Format bytes as `jupyter_gpu_ckpt.units.size` does, which not every kernel can import."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
+        if abs(count) < 1023.95:  # else it would be written as 1024.0
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"

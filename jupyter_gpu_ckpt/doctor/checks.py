@@ -254,6 +254,9 @@ def _namespaces(probes: Probes) -> Iterable[Finding]:
     note = "" if scope in (None, "0") else f" (yama's ptrace_scope {scope} is no obstacle inside a capsule)"
     message = f"CRIU can attach to processes{note}"
     yield judge("ptrace", ("ptrace",), message, functools.partial(fixes.ptrace, scope=scope))
+    if "change_profile" in answers:
+        message = "CRIU can restore threads below the AppArmor profile of this process"
+        yield judge("apparmor", ("change_profile",), message, fixes.apparmor_profile)
     yield _seccomp(trial, counted="Seccomp_filters" in probes.status())
 
 

@@ -143,6 +143,12 @@ def ptrace(trial: Trial, refused: RefusedStep, scope: str | None) -> Fix:
     return message, container(trial.container, root=trial.root) if trial.confined or trial.container else ""
 
 
+def apparmor_profile(trial: Trial, refused: RefusedStep) -> Fix:
+    """Explain a profile below which kernels would sleep and not wake."""
+    message = f"The AppArmor profile forbids to enter itself, so no restored thread gets it: {refused.message}."
+    return message, "Give the profile a rule `change_profile` to its own name, and load it again."
+
+
 def cuda(error: GpuCkptError) -> str:
     """Return the command that installs the missing part of the GPU stack, by the error's reason."""
     return {

@@ -35,6 +35,8 @@ SIOCSIFFLAGS = 0x8914
 IFF_UP = 0x1
 SYS_clone3 = 435  # the same on x86_64 and aarch64: numbers above 423 are common to all architectures
 
+#: What confines this process (proc(5)).
+ATTRIBUTE = "/proc/self/attr/current"
 #: A pid that no process of a fresh pid namespace has yet, below every usual ``kernel.pid_max``.
 WANTED_PID = 3000
 
@@ -106,6 +108,22 @@ def seize_unrelated() -> None:
         raise OSError(number, f"ptrace: {os.strerror(abs(number))}")
 
 
+def apparmor_profile(current: str = ATTRIBUTE) -> str:
+    """Return the name of the AppArmor profile that is enforced for this process, or ""."""
+    try:
+        with open(current) as file:
+            label = file.read()
+    except OSError:  # this Linux has no such module
+        return ""
+    name, _, mode = label.strip("\0\n").rpartition(" ")
+    return name if mode == "(enforce)" else ""
+
+
+def enter_own_profile(current: str = ATTRIBUTE) -> None:
+    """Enter the AppArmor profile that is enforced already, as CRIU has each thread do that it restores."""
+    write(current, f"changeprofile {apparmor_profile(current)}")
+
+
 def compare_with_itself() -> None:
     syscalls.call("kcmp", os.getpid(), os.getpid(), syscalls.KCMP_FILES, 0, 0)
 
@@ -153,6 +171,8 @@ def inside(answers: dict[str, Any], argv: list[str], seconds: float) -> None:
         attempt(answers, "ns_last_pid", lambda: write("/proc/sys/kernel/ns_last_pid", str(WANTED_PID - 1000)))
     attempt(answers, "set_tid", clone_with_tid)
     attempt(answers, "ptrace", seize_unrelated)
+    if apparmor_profile():
+        attempt(answers, "change_profile", enter_own_profile)
     for name, work in (("kcmp", compare_with_itself), ("pidfd_getfd", copy_descriptor), ("vmsplice", splice_memory)):
         attempt(answers, name, work)
     if argv:

@@ -1,18 +1,24 @@
-"""Costs of moving a kernel off a GPU and back, as docs/measurements.md gives them.
+"""Costs of moving a kernel off a GPU and back, as they were measured.
 
-Device memory moves at the rate of the library's fast path ("Device memory at the rate of the bus", the first rows of 16
-and 48 GiB, and the image of 16 GiB); the rest of a move is from "H200, 8 GiB of tensors".  Each cost has a part that
-does not depend on the bytes and a part that does.
+Device memory moves at the rate of the library's fast path (docs/recorded-runs.csv: the newest runs of 16 and 48 GiB on
+an H200); the rest of a move is from docs/measurements.md ("Device memory at the rate of the bus": the image of 16 GiB;
+"H200, 8 GiB of tensors").  Each cost has a part that does not depend on the bytes and a part that does.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
+
+import records
+
 GIB = 1 << 30
+CARD = "H200"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements.md"
 #: The two sizes, in GiB, between which the fast path's rate is taken, and the device memory of the measured image.
 SMALL, LARGE = 16, 48
@@ -53,9 +59,9 @@ class Costs:
 
 @functools.cache
 def measured() -> Costs:
-    """Return the costs that the page gives.  Raises `LookupError` where a figure is not found."""
+    """Return the costs.  Raises `LookupError` where a figure is not found."""
     fast, rest = section("Device memory at the rate of the bus"), section("H200, 8 GiB of tensors")
-    free, back = ({gib: figure(fast, f"{gib} ", "s", column) for gib in (SMALL, LARGE)} for column in (3, 7))
+    free, back = ({gib: moved(gib)[way] for gib in (SMALL, LARGE)} for way in (0, 1))
     free_rate, back_rate = ((LARGE - SMALL) * GIB / (seconds[LARGE] - seconds[SMALL]) for seconds in (free, back))
     image = figure(fast, "checkpoint, from the request", "GB", 2) * 1e9
     ending, matching = figure(rest, "end of the process", "s"), figure(rest, "match, reserve", "s")
@@ -72,6 +78,15 @@ def measured() -> Costs:
         resume_rate=back_rate,
         besides=round(image) - IMAGE,
     )
+
+
+def moved(gib: int) -> tuple[float, float]:
+    """Return the seconds off the GPU and back of so much device memory, in the newest run that is recorded."""
+    wanted = {"machine": CARD, "memory": "PyTorch", "moved_by": "library", "gib": str(gib)}
+    found = records.newest(records.recorded(), **wanted)
+    if not found:
+        raise LookupError(f"docs/recorded-runs.csv has no run with {gib} GiB on an {CARD}")
+    return float(found[0].free), float(found[0].back)
 
 
 def section(title: str) -> str:

@@ -187,18 +187,31 @@ def test_the_parser_takes_the_apparmor_profile(fault):
     assert (done.returncode == 0) is not bool(fault), done.stderr
 
 
+def test_the_apparmor_profile_lets_criu_restore_threads_below_it():
+    """CRIU writes "changeprofile NAME" for each thread, also where that is the profile it has: else no kernel wakes."""
+    text = (FILES / "apparmor-profile").read_text()
+    (name,) = re.findall(r"^profile (\S+) ", text, re.MULTILINE)
+    assert re.findall(r"^  change_profile -> (\S+),$", text, re.MULTILINE) == [name]
+
+
 #: What the machine of `scripts/try-apparmor` says of a profile that permits what is needed and no more; shortened.
 LOG = """\
 == confined
 gpu-ckpt (enforce)
+== control
+asleep: checkpointed, 39942197 bytes
+The kernel slept and woke.
 == user
-Every value is intact.
+asleep: checkpointed, 39864090 bytes
+The kernel slept and woke.
 == forbidden
 sh: 1: cannot create /proc/sys/kernel/panic: Permission denied
 sh: 1: kill: Permission denied
 audit: apparmor="DENIED" operation="signal" profile="gpu-ckpt" comm="sh" denied_mask="send" peer="unconfined"
-== without mounts
+== without mount
 FAIL  namespaces         A mount namespace is refused: mount flags on /: Permission denied.
+== without change_profile
+FAIL  apparmor           The AppArmor profile forbids to enter itself, so no restored thread gets it: Permission denied.
 == end
 """.replace("\n", "\r\n")
 
@@ -208,11 +221,13 @@ FAIL  namespaces         A mount namespace is refused: mount flags on /: Permiss
     [
         ("", "", []),
         ("(enforce)", "(complain)", ["the program is confined"]),
-        ("Every value is intact.", "a value changed", ["a kernel sleeps and wakes"]),
-        ("intact.\r\n", 'intact.\r\napparmor="DENIED" operation="mount"\r\n', ["nothing that it needs is denied"]),
+        ("197 bytes\r\nThe kernel slept", "It did not", ["a kernel sleeps and wakes without the profile"]),
+        ("090 bytes\r\nThe kernel slept", "It did not", ["a kernel sleeps and wakes"]),
+        ("== forbidden", 'apparmor="DENIED" operation="mount"\r\n== forbidden', ["nothing that it needs is denied"]),
         ("panic: Permission denied", "", ["settings of Linux cannot be written"]),
         ('"signal"', '"open"', ["signals do not leave the profile"]),
         ("FAIL  namespaces", "", ["without its rules for mounts doctor complains"]),
+        ("FAIL  apparmor", "", ["without its rule for itself doctor complains"]),
     ],
 )
 def test_a_profile_that_is_too_narrow_or_too_wide_is_found(changed, into, problem):

@@ -15,7 +15,7 @@ from jupyter_gpu_ckpt.cli.host import show_findings
 from jupyter_gpu_ckpt.cli.terminal import Terminal
 from jupyter_gpu_ckpt.criu.install import Check, CriuBinary
 from jupyter_gpu_ckpt.cuda.fastpath import Preload
-from jupyter_gpu_ckpt.doctor import checks
+from jupyter_gpu_ckpt.doctor import checks, namespace_probe
 from jupyter_gpu_ckpt.doctor.checks import Finding, diagnose, fit, reason
 from jupyter_gpu_ckpt.doctor.probes import DirectoryFacts, NoIpykernel, Probes, ServerExtension
 from jupyter_gpu_ckpt.errors import CriuMissing, CudaError, CudaUnavailable
@@ -89,6 +89,36 @@ def settings(**values: str):
 
 
 # -- fit hosts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_below_an_apparmor_profile_that_permits_what_is_needed():
+    confined = dict.fromkeys((*PERMITTED, "change_profile"))
+    assert by_check(replace(FIT, namespaces=lambda: confined))["apparmor"].ok
+    assert "apparmor" not in by_check(FIT)
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("gpu-ckpt (enforce)\n", "gpu-ckpt"),
+        ("a name (x) (enforce)\n\0", "a name (x)"),
+        ("gpu-ckpt (complain)\n", ""),
+        ("unconfined\n", ""),
+        ("system_u:system_r:container_t:s0\0", ""),
+    ],
+)
+def test_the_trial_enters_the_profile_that_confines_it(tmp_path, label, name):
+    file = tmp_path / "current"
+    file.write_text(label)
+    assert namespace_probe.apparmor_profile(str(file)) == name
+    assert namespace_probe.apparmor_profile(str(tmp_path / "none")) == ""
+
+
+def test_the_trial_writes_as_criu_does(tmp_path):
+    file = tmp_path / "current"
+    file.write_text("gpu-ckpt (enforce)\n")
+    namespace_probe.enter_own_profile(str(file))
+    assert file.read_text() == "changeprofile gpu-ckpt"
 
 
 def test_a_fit_host():
@@ -234,6 +264,12 @@ FAULTS = {
     "seccomp forbids ptrace": (
         refusing("ptrace", container=lambda: "docker", status=lambda: {"Seccomp": "2"}),
         "ptrace", "error", "cpu", "attach", DOCKER,
+    ),
+    "an AppArmor profile that forbids to enter itself": (
+        replace(FIT, namespaces=lambda: dict.fromkeys(PERMITTED) | {
+            "change_profile": {"errno": errno.EACCES, "message": "Permission denied"}
+        }),
+        "apparmor", "error", "cpu", "restored thread", "change_profile",
     ),
     "a seccomp profile on a Linux that does not count filters": (
         replace(FIT, container=lambda: "podman", status=lambda: {"Seccomp": "2"}),

@@ -283,6 +283,15 @@ class Criu:
         CRIU fails or a note that the kernel must not run without cannot be reapplied.
         After failure the image is untouched, and half-restored processes end with the capsule.
         """
+        ran = self.restore_stopped(capsule, directory, pid=pid, pipes=pipes, timeout=timeout)
+        return self.run_restored(
+            capsule, ran, pid=pid, freeze=freeze, alone=alone, before_running=before_running, notes=notes
+        )
+
+    def restore_stopped(
+        self, capsule: Capsule, directory: Path, *, pid: int, pipes: Sequence[int], timeout: float
+    ) -> Ran:
+        """Do the first part of `restore`: the processes are there, and stopped.  Raises as that."""
         options = ["--restore-detached", "--leave-stopped"]
         for fd, inode in enumerate(pipes, start=3):
             options += ["--inherit-fd", f"fd[{fd}]:pipe:[{inode}]"]
@@ -291,7 +300,20 @@ class Criu:
             root_program.put_back(directory)
         except OSError as error:
             raise MissingFile(f"{root_program.path_of(directory)} cannot be written: {error.strerror}.") from error
-        ran = self._run("restore", capsule, directory, timeout, options, root=root, adopted=adopted, restores=pid)
+        return self._run("restore", capsule, directory, timeout, options, root=root, adopted=adopted, restores=pid)
+
+    def run_restored(
+        self,
+        capsule: Capsule,
+        ran: Ran,
+        *,
+        pid: int,
+        freeze: bool = False,
+        alone: bool = False,
+        before_running: Callable[[], object] = lambda: None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> Restored:
+        """Do the second part of `restore`, of processes that it has left stopped: they run.  Raises as that."""
         before_running()
         vital, changed, locks = capsule.reapply(notes) if notes else ([], [], [])
         if vital:

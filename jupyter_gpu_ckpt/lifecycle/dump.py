@@ -35,8 +35,7 @@ from ..node.facts import unreachable
 from ..node.fingerprint import fingerprint
 from ..process import connections, descriptors, shared_memory
 from ..process.sockets import let_ports_be_rebound
-from . import completing, cuda_processes, host_memory, preflight
-from .capsule_ahead import CapsuleAhead
+from . import completing, cuda_processes, host_memory, preflight, restore
 from .context import Attempt, KernelState, PartlyDone, Reason
 from .suspend import driver_checkpoint, why_not, without_sockets
 
@@ -107,7 +106,7 @@ def dump(attempt: Attempt) -> None:
     bytes = host_memory.resident(kernel)  # device memory is host memory by now
     attempt.clocks = kernel.require_capsule().clocks()
     if attempt.next_image is not None and kernel.ahead is None and host_memory.may_read_ahead(attempt.next_image):
-        begin_to_go_back(kernel, attempt.next_image)
+        restore.begin_to_go_back(kernel, attempt.next_image)
     needed = _needed(kernel, bytes)
     over, pause, evicted, tries = time.monotonic() + kernel.settings.pipes, 0.1, False, 1
     while True:
@@ -142,16 +141,6 @@ def dump(attempt: Attempt) -> None:
             kernel.cancellation.wait(pause * jitter, Reason.DETACH)
             kernel.cancellation.check()
             pause = min(2 * pause, 3.0)
-
-
-def begin_to_go_back(kernel: KernelState, image: Image) -> None:
-    """Begin to make the capsule for the way back, and to read the image's device memory into it where that may be.
-
-    The kernel's clocks go on from now.
-    """
-    create = functools.partial(kernel.home.create_capsule, image, beside=True)
-    with contextlib.suppress(RuntimeError):  # there are no more threads: it is made when it is needed
-        kernel.ahead = CapsuleAhead(image, create, functools.partial(host_memory.begin_read_ahead, kernel, image))
 
 
 def _suspend_warm(kernel: KernelState) -> None:
@@ -452,7 +441,7 @@ def publish(attempt: Attempt) -> None:
     """
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
     if attempt.next_image is not None and kernel.ahead is None:
-        begin_to_go_back(kernel, attempt.next_image)
+        restore.begin_to_go_back(kernel, attempt.next_image)
     image = completing.hand_over(attempt, _final_manifest(attempt)) if attempt.completion is not None else None
     if image is None and attempt.linked is not None:
         _write_linked(attempt, attempt.linked)

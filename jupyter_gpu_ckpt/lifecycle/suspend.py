@@ -20,7 +20,7 @@ from ..errors import GpuCkptError
 from ..image import chunk_cache
 from ..image.background_task import beside
 from ..process import descriptors
-from . import cuda_processes, host_copies, host_memory, preflight
+from . import cuda_processes, host_copies, host_memory, preflight, restore
 from .context import Attempt, KernelState, PartlyDone, Saved
 from .plans import State
 from .preflight import PreflightFinding
@@ -219,6 +219,8 @@ def drain(attempt: Attempt) -> None:
 def quiesce(attempt: Attempt) -> None:
     """Have the agent prepare the kernel for a dump; refuse a kernel by its report."""
     kernel, writes = attempt.kernel, attempt.goal is State.CHECKPOINTED
+    if attempt.next_image is not None and host_memory.may_go_back_before_suspend(kernel, attempt.next_image):
+        restore.begin_to_go_back(kernel, attempt.next_image)
     if not kernel.saved.cuda:
         kernel.saved, kernel.refusal = Saved(), None
     if not kernel.home.has_agent:

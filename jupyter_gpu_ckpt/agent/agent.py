@@ -11,13 +11,13 @@ kernel has too little of (threads, descriptors, memory), if that is why.
     Return the report of preflight; changes nothing.
 ``gpu_ckpt_summary_request``  {}
     Return the summary of the variables (`summary`), to be compared with that of a save point; changes nothing.
-``gpu_ckpt_quiesce_request``  {"trim": true, "files": true, "summary": false, "writes": true}
+``gpu_ckpt_quiesce_request``  {"trim": true, "files": true, "summary": false, "writes": true, "goes_back": false}
     Flush all output.  ``trim``: release the variables that ``%gpu_checkpoint --drop`` named (for good, also if the
     checkpoint fails), collect garbage and free the caches of GPU libraries.  ``files``: close or replace what CRIU
     cannot save or restore: a debugger that was turned off (until it is turned on again), the history database, the TCP
     listener for children's output, shared mappings of deleted files.  ``summary``: the report has a summary of the
-    variables, for a save point.  ``writes``: an image is to be written.  An error reply means that all of it was
-    undone.
+    variables, for a save point.  ``writes``: an image is to be written.  ``goes_back``: the kernel goes back from this
+    state.  An error reply means that all of it was undone.
 ``gpu_ckpt_thaw_request``  {"environ": {"NAME": "value" | null}, "notice": "text for the next cell's output",
 "again": false}
     Set (null: unset) environment variables and undo quiesce.  ``again``: the kernel has come back from a save point,
@@ -259,11 +259,12 @@ class Agent:
         """Return the generation up to which a quiesce collects garbage.
 
         To look through all objects takes 0.2 s where a framework is imported, in which 10 GiB of device memory leave
-        the GPU.  A suspend of a kernel that was just in use is not kept waiting by that: what is garbage in a cycle for
-        long moves with the rest.  Nor is a save, where it can be no device memory.
+        the GPU.  A suspend of a kernel that was just in use is not kept waiting by that, nor its way back to a save
+        point: what is garbage in a cycle for long moves with the rest.  Nor is a save, if it can be no device memory.
         """
         just_used = time.monotonic() - self._used_at < _JUST_USED_S
-        if (just_used and not content.get("writes", True)) or (content.get("summary") and not gpu_memory.loaded()):
+        waits_not = just_used and (not content.get("writes", True) or content.get("goes_back"))
+        if waits_not or (content.get("summary") and not gpu_memory.loaded()):
             return 1
         return 2
 

@@ -107,7 +107,8 @@ def dump(attempt: Attempt) -> None:
     attempt.clocks = kernel.require_capsule().clocks()
     if attempt.next_image is not None and kernel.ahead is None and host_memory.may_read_ahead(attempt.next_image):
         restore.begin_to_go_back(kernel, attempt.next_image)
-    needed = _needed(kernel, bytes)
+    with attempt.traced.part("space"):
+        needed = _needed(kernel, bytes)
     over, pause, evicted, tries = time.monotonic() + kernel.settings.pipes, 0.1, False, 1
     while True:
         try:
@@ -215,12 +216,16 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
                     capsule, draft.criu_directory, timeout=deadline, freeze=freeze, children=children, work=work
                 )
         inspect = functools.partial(capsule.inspect, allow_unconfined=kernel.settings.allow_unconfined_wake)
-        with beside(inspect) as inspection:  # the capsule's init inspects the processes while the image is read here
-            _require_restorable(draft.criu_directory)
-            attempt.fingerprint = _fingerprint(attempt, draft.criu_directory)
+        part = attempt.traced.part
+        with part("inspect"), beside(inspect) as inspection:  # the capsule's init does while the image is read here
+            with part("fingerprint"):
+                _require_restorable(draft.criu_directory)
+                attempt.fingerprint = _fingerprint(attempt, draft.criu_directory)
             attempt.notes = _require_proven(inspection.result(), draft.criu_directory)
-        _keep_files(attempt, draft)
-        _require_fit(kernel)  # the parent of a process may have been killed meanwhile: then it is not in the image
+        with part("files"):
+            _keep_files(attempt, draft)
+        with part("fit"):
+            _require_fit(kernel)  # the parent of a process may have been killed meanwhile: then it is not in the image
         attempt.manifest = _manifest(attempt)
         return draft.size() + attempt.dropped_bytes
     except BaseException:
@@ -369,8 +374,10 @@ def device_memory_written(attempt: Attempt, draft: Draft, needed: int) -> Iterat
         attempt.swapped_bytes = found = device_memory.size(extents)
         if found != (swapped_out := fast_path.amounts().swapped_out):
             raise errors.CapsuleError(f"Of {swapped_out} bytes of device memory {found} are there.")
-        later = completing.may_be_later(attempt, needed)
-        if (attempt.continues or later) and host_memory.may_wait_for_disk(kernel) and _link_device_memory(attempt):
+        later = attempt.continues or completing.may_be_later(attempt, needed)
+        with attempt.traced.part("link"):
+            linked = later and host_memory.may_wait_for_disk(kernel) and _link_device_memory(attempt)
+        if linked:
             if attempt.continues or completing.begin(attempt, draft):
                 yield
                 return
@@ -389,7 +396,8 @@ def device_memory_written(attempt: Attempt, draft: Draft, needed: int) -> Iterat
             except Exception:
                 _log.exception("Device memory could not be written")
             raise
-        task.wait()
+        with attempt.traced.part("device_memory"):
+            task.wait()
     finally:
         os.close(extents)
 

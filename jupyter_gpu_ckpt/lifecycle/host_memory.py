@@ -169,6 +169,7 @@ def require_read(attempt: Attempt) -> None:
         try:
             with mapped_errors(kernel.engine.store.root) if spills else contextlib.nullcontext():
                 complete = attempt.device_read.wait()
+            attempt.traced.parts["all_read"] = attempt.device_read.seconds  # most of it before this step
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise NoMemory("The kernel's device memory does not fit into host memory.") from error

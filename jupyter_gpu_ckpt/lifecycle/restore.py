@@ -232,6 +232,7 @@ def _criu_restore(attempt: Attempt) -> None:
             attempt.verification.wait()  # memory that is not what was saved is the cause, if it is damaged
         raise
     else:
+        attempt.traced.parts["criu"] = restored.seconds  # before this step, of processes that were restored ahead
         kernel.capsule, attempt.alone = capsule, alone
         attempt.changed_settings = restored.changed
     finally:
@@ -431,7 +432,9 @@ def _view(
 def _require_verified(attempt: Attempt) -> None:
     """Wait until the image is verified, but for device memory: before that no restored process may run."""
     assert attempt.verification is not None
-    if not attempt.verification.wait():
+    with attempt.traced.part("verify"):
+        verified = attempt.verification.wait()
+    if not verified:
         attempt.kernel.cancellation.check(Reason.NONE)
 
 

@@ -116,6 +116,16 @@ def first_pid() -> int:
     return random.randrange(min(pid_max // 4, 100_000), pid_max // 2)  # noqa: S311 - nobody must not guess it
 
 
+def _make_beside(directory: Path) -> Path:
+    """Make a directory beside a kernel's, for another capsule, with the files that the kernel finds there."""
+    made = Path(tempfile.mkdtemp(prefix=f"{directory.name}{_BESIDE}", dir=directory.parent))
+    for path in directory.iterdir():
+        if path.suffix == ".json" and path.is_file():
+            with contextlib.suppress(OSError):
+                (made / path.name).hardlink_to(path)
+    return made
+
+
 def remove_beside(directory: Path, but: Path | None = None) -> None:
     """Remove what capsules beside a kernel's ``directory`` have left, whose servers were killed.  Never raises.
 
@@ -192,7 +202,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         try:
             remove_beside(directory, but=_own_directory(directory) if beside else directory)
             if beside:
-                capsule.directory = Path(tempfile.mkdtemp(prefix=f"{directory.name}{_BESIDE}", dir=directory.parent))
+                capsule.directory = _make_beside(directory)
             else:
                 (directory / SOCKET).unlink(missing_ok=True)
         except OSError as error:

@@ -27,6 +27,8 @@ from .preflight import PreflightFinding
 
 #: Parts of a quiesce that the agent measures.
 _PARTS = ("flush", "gc", "trim", "files", "report")
+#: Seconds to wait for the agent before a save; a kernel may be busy, or its agent of an older release.
+_COLLECT = 2.0
 #: Times that a running kernel is inspected for state that cannot be saved, and seconds between them.
 _INSPECTIONS, _PAUSE = 3, 0.1
 #: The launch gate stays closed without a suspended process for this many times the seconds of a lock.
@@ -202,6 +204,19 @@ def check(attempt: Attempt) -> None:
     if writes:
         kernel.engine.store.prepare()
     preflight.require(findings(kernel, writes=writes))
+    if attempt.continues:
+        _collect_garbage(attempt)
+
+
+def _collect_garbage(attempt: Attempt) -> None:
+    """Have the agent collect garbage while the kernel is still served, which is not to wait for that during a save.
+
+    Where that could be device memory: else a quiesce does not take long.  A kernel that is busy does it when it is not.
+    """
+    kernel = attempt.kernel
+    if kernel.home.has_agent and kernel.require_capsule().host_pid in cuda_processes.candidates(kernel):
+        with attempt.traced.part("gc"), contextlib.suppress(GpuCkptError):
+            kernel.gate.request("gpu_ckpt_collect_request", {}, _COLLECT)
 
 
 def drain(attempt: Attempt) -> None:

@@ -11,6 +11,7 @@ length and a protobuf message.  Only the wire format of protobuf is needed here,
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import re
@@ -200,9 +201,33 @@ def below_proc(path: str) -> bool:
 
 
 def _regular(directory: Path) -> Iterator[list[Field]]:
-    for record in records(directory / FILES, FILES_MAGIC):
-        if fields := submessage(record, _ENTRY_REG):
-            yield fields
+    yield from files_of_kind(directory, _ENTRY_REG)
+
+
+def files_of_kind(directory: Path, wanted: int) -> list[list[Field]]:
+    """Return the fields of the dump's files of one kind (`_ENTRY_REG`, `ENTRY_INET`, ...).  Raises `ImageFormat`.
+
+    They are not to be changed: who asks next gets the same.
+    """
+    try:
+        facts = (directory / FILES).stat()
+    except OSError as error:
+        raise _unreadable(FILES, error) from error
+    return _files_by_kind(directory / FILES, facts.st_ino, facts.st_size, facts.st_mtime_ns).get(wanted, [])
+
+
+@functools.lru_cache(maxsize=4)  # a checkpoint asks six times for one dump's
+def _files_by_kind(path: Path, *_identity: int) -> dict[int, list[list[Field]]]:
+    found: dict[int, list[list[Field]]] = {}
+    for record in records(path, FILES_MAGIC):
+        for number, _, value in fields_of(record):
+            if isinstance(value, bytes):
+                found.setdefault(number, []).append(fields_of(value))
+    return found
+
+
+def _unreadable(name: str, error: OSError) -> ImageFormat:
+    return ImageFormat(f"CRIU's {name} cannot be read: {error.strerror}.")
 
 
 def _opened(directory: Path) -> set[int | None]:
@@ -297,11 +322,10 @@ def _mapped(directory: Path) -> tuple[set[int | None], set[int | None]]:
 def ports(directory: Path) -> list[Port]:
     """Return the TCP ports that the kernel in ``directory`` listens on, and its UDP ports.  Raises `ImageFormat`."""
     found = set()
-    for record in records(directory / FILES, FILES_MAGIC):
-        fields = submessage(record, ENTRY_INET)
+    for fields in files_of_kind(directory, ENTRY_INET):
         kind, number = number_of(fields, INET_TYPE), number_of(fields, INET_PORT)
         listens = number_of(fields, INET_STATE) == _TCP_LISTEN if kind == socket.SOCK_STREAM else bool(number)
-        if fields and listens and kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+        if listens and kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
             family = number_of(fields, INET_FAMILY) or 0
             address = socket.inet_ntop(family, address_of(fields))
             found.add(Port(family, kind, address, number or 0))
@@ -359,6 +383,8 @@ def clear_chosen_addresses(directory: Path) -> None:
     none, or to one of IPv4.  As it is connected to its peer again, it gets that address again.  Raises `ImageFormat`,
     `OSError`.
     """
+    if not files_of_kind(directory, ENTRY_INET):
+        return
     contents, changed = list(records(directory / FILES, FILES_MAGIC)), False
     for index, record in enumerate(contents):
         fields = submessage(record, ENTRY_INET)
@@ -407,7 +433,7 @@ def records(path: Path, magic: int) -> Iterator[bytes]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ImageFormat(f"CRIU's {path.name} cannot be read: {error.strerror}.") from error
+        raise _unreadable(path.name, error) from error
     if struct.unpack_from("<II", data.ljust(8, b"\0")) != (COMMON_MAGIC, magic):
         raise ImageFormat(f"CRIU's {path.name} is of a kind this release does not know.")
     at = 8

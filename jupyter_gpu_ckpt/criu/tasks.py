@@ -14,7 +14,6 @@ from typing import Any
 from .images import (
     FDINFO_FD,
     FILE_LOCKS_MAGIC,
-    FILES_MAGIC,
     FL_POSIX,
     LOCK_FLAGS,
     LOCK_LENGTH,
@@ -25,10 +24,10 @@ from .images import (
     descriptors_of,
     encode,
     fields_of,
+    files_of_kind,
     number_of,
     records,
     rewrite,
-    submessage,
     varint,
 )
 
@@ -136,11 +135,7 @@ def uninspected(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> 
 
 def has_external_peer(directory: Path) -> bool:
     """Return whether a unix socket's peer is outside the kernel; CRIU refuses only connections that are accepted."""
-    sockets = [
-        fields
-        for record in records(directory / "files.img", FILES_MAGIC)
-        if (fields := submessage(record, _ENTRY_UNIX))
-    ]
+    sockets = files_of_kind(directory, _ENTRY_UNIX)
     present = {number_of(fields, _UNIX_INODE) for fields in sockets}
     return any((peer := number_of(fields, _UNIX_PEER)) and peer not in present for fields in sockets)
 

@@ -167,19 +167,19 @@ class Placement(LoggingConfigurable):
         return Changes({}, "")
 
     async def _slurm(self, spawner: Any, choice: NodeChoice, now: Callable[[str], Any]) -> Changes:
-        process = await asyncio.create_subprocess_exec(
+        start = asyncio.create_subprocess_exec(
             *self.sinfo,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
+        starting = asyncio.ensure_future(start)
         try:
+            process = await asyncio.shield(starting)  # cancelled half-way it would end the program without its children
             output, _ = await process.communicate()
         except asyncio.CancelledError:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its children, too, which keep the pipe open
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(process.wait(), _KILLED)
+            with contextlib.suppress(OSError):  # it was not started
+                await _kill_session(await starting)
             raise
         if process.returncode != 0:
             raise OSError(f"{self.sinfo[0]} ended with status {process.returncode}")
@@ -219,6 +219,14 @@ class Placement(LoggingConfigurable):
 _Scheduler = Callable[[Placement, Any, NodeChoice, Callable[[str], Any]], Awaitable[Changes]]
 #: Schedulers by a trait that only their spawners have.
 _SCHEDULERS: dict[str, _Scheduler] = {"req_gres": Placement._slurm, "node_affinity_required": Placement._kubernetes}
+
+
+async def _kill_session(leader: asyncio.subprocess.Process) -> None:
+    """Kill a process and its children, which keep its pipe open, and wait a moment for its end."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(leader.wait(), _KILLED)
 
 
 def read(directory: Path) -> bytes | None:

@@ -47,10 +47,6 @@ Progress = Callable[[int], object]
 #: Bytes of a block that is read, and the blocks read at a time, each by a thread.
 BLOCK = 4 << 20
 DEPTH = 8
-#: Bytes of a file that is read at once: most files of an image are that small.  Larger buffers are mapped: memory of an
-#: allocator would stay with each thread that has ever sealed an image.
-_SMALL = 1 << 16
-
 #: Bytes of the smallest hole that is made.
 HOLE = 64 << 10
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1  # <linux/falloc.h>
@@ -170,11 +166,11 @@ def _raise(error: OSError) -> None:
 
 def _verify_content(path: Path, files: Mapping[str, FileEntry], progress: Progress | None) -> None:
     try:
-        with _readers() as pool:
+        with _Readers() as readers:
             wrong = [
                 name
                 for name, entry in sorted(files.items())
-                if _digest(path / name, entry.bytes, pool, progress=progress) != entry.blake3
+                if _digest(path / name, entry.bytes, readers, progress=progress) != entry.blake3
             ]
     except OSError as error:
         raise ImageDamaged(f"The image cannot be read: {error.strerror}.", image=path.name) from error
@@ -187,15 +183,47 @@ def entries(path: Path, *, punch: bool = False, known: Mapping[str, FileEntry] |
     ``known``: entries of files that were hashed as they were written.  Raises as `tree`.
     """
     found = dict(known or {})
-    with _readers() as pool:
+    with _Readers() as readers:
         for name, facts in sorted(tree(path)):
             if not name.endswith("/") and name not in found:
-                found[name] = FileEntry(facts.st_size, _digest(path / name, facts.st_size, pool, punch=punch))
+                found[name] = FileEntry(facts.st_size, _digest(path / name, facts.st_size, readers, punch=punch))
     return found
 
 
-def _readers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(DEPTH, thread_name_prefix="image-read")
+class _Readers:
+    """Threads that read the blocks of one file after the other ahead, and the buffers that they read into."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(DEPTH, thread_name_prefix="image-read")
+        #: Mapped: memory of an allocator would stay with each thread that has ever sealed an image.
+        self._buffers: list[memoryview] = []
+
+    def __enter__(self) -> _Readers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def blocks(self, fd: int, size: int) -> Iterator[memoryview]:
+        """Yield the first ``size`` bytes of ``fd``, or fewer if it ends before; a block is valid until the next one."""
+        count = min(DEPTH, -(-size // BLOCK))
+        while len(self._buffers) < count:
+            self._buffers.append(memoryview(mmap.mmap(-1, BLOCK)))
+        if count == 1:  # most files of an image are that small
+            yield _read_block(fd, self._buffers[0][:size], 0)
+            return
+        pending: deque[Future[memoryview]] = deque()
+        try:
+            for number, offset in enumerate(range(0, size, BLOCK)):
+                buffer = self._buffers[number % count][: min(BLOCK, size - offset)]
+                pending.append(self._pool.submit(_read_block, fd, buffer, offset))
+                if len(pending) == count:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:  # no thread may use a buffer or descriptor that is reused
+                future.cancel() or future.exception()
 
 
 @functools.cache
@@ -213,41 +241,18 @@ def _hashing_threads() -> int:
     return int(blake3.AUTO)
 
 
-def _digest(
-    path: Path, size: int, pool: ThreadPoolExecutor, *, punch: bool = False, progress: Progress | None = None
-) -> str:
+def _digest(path: Path, size: int, readers: _Readers, *, punch: bool = False, progress: Progress | None = None) -> str:
     """Return the BLAKE3 of the first ``size`` bytes of a file, in hex.  Raises `OSError`."""
     hasher = blake3(max_threads=_hashing_threads())
     fd = os.open(path, (os.O_RDWR if punch else os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "r+b" if punch else "rb", buffering=0):
-        for number, block in enumerate(_blocks(fd, size, pool)):
+        for number, block in enumerate(readers.blocks(fd, size)):
             hasher.update(block)
             if punch:
                 punch_zeros(fd, block, number * BLOCK)
             if progress is not None:
                 progress(len(block))
     return hasher.hexdigest()
-
-
-def _blocks(fd: int, size: int, pool: ThreadPoolExecutor) -> Iterator[memoryview]:
-    """Yield the first ``size`` bytes of ``fd``, or fewer if it ends before; a block is valid until the next one."""
-    if 0 < size < _SMALL:
-        yield _read_block(fd, memoryview(bytearray(size)), 0)
-        return
-    count = min(DEPTH, -(-size // BLOCK))
-    buffers = [memoryview(mmap.mmap(-1, min(BLOCK, size))) for _ in range(count)]
-    pending: deque[Future[memoryview]] = deque()
-    try:
-        for number, offset in enumerate(range(0, size, BLOCK)):
-            buffer = buffers[number % count][: min(BLOCK, size - offset)]
-            pending.append(pool.submit(_read_block, fd, buffer, offset))
-            if len(pending) == count:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        for future in pending:  # no thread may use a buffer or descriptor that is reused
-            future.cancel() or future.exception()
 
 
 def _read_block(fd: int, buffer: memoryview, offset: int) -> memoryview:

@@ -219,8 +219,9 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
         part = attempt.traced.part
         with part("inspect"), beside(inspect) as inspection:  # the capsule's init does while the image is read here
             with part("fingerprint"):
-                _require_restorable(draft.criu_directory)
-                attempt.fingerprint = _fingerprint(attempt, draft.criu_directory)
+                files = images.regular_files(draft.criu_directory)
+                _require_restorable(draft.criu_directory, files)
+                attempt.fingerprint = _fingerprint(attempt, draft.criu_directory, files)
             attempt.notes = _require_proven(inspection.result(), draft.criu_directory)
         with part("files"):
             _keep_files(attempt, draft)
@@ -294,13 +295,16 @@ def _parents(pids: Iterable[int]) -> dict[str, str]:
     return {inner[pid]: inner[parent] for pid, parent in parents.items() if parent in inner}
 
 
-def _require_restorable(directory: Path) -> None:
-    """Raise `UnsupportedFile` if the dump in ``directory`` has a file that no restore could open, or no wake find."""
+def _require_restorable(directory: Path, files: Iterable[images.RegularFile]) -> None:
+    """Raise `UnsupportedFile` if the dump in ``directory`` has a file that no restore could open, or no wake find.
+
+    ``files``: its regular files.
+    """
     if found := images.unrestorable(directory):
         more = f" and {len(found) - 1} more" if found[1:] else ""
         reason = "which belongs to one of its threads or is its working directory: it could not be opened again"
         raise errors.UnsupportedFile(f"The kernel has {found[0]} open{more}, {reason}.", culprit=found[0], files=found)
-    if found := sorted(unreachable({file.path for file in images.regular_files(directory)})):
+    if found := sorted(unreachable({file.path for file in files})):
         more = f" and {len(found) - 1} more" if found[1:] else ""
         message = (
             f"The kernel uses {found[0]}{more}, in a directory that this user may not search: no wake would find it."
@@ -554,11 +558,11 @@ def _save_point(attempt: Attempt) -> dict[str, Any] | None:
     return {**attempt.save_point.as_dict(), **known}
 
 
-def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
+def _fingerprint(attempt: Attempt, directory: Path, regular_files: Iterable[images.RegularFile]) -> dict[str, Any]:
     """Return the fingerprint of the dump in ``directory``.  Raises `ImageFormat`, `CudaError`."""
     engine, saved = attempt.kernel.engine, attempt.kernel.saved
     shared, program = f"{attempt.kernel.home.inner_dir}/{shared_memory.DIRECTORY}/", root_program.path_of(directory)
-    files = [each for each in images.regular_files(directory) if not each.path.startswith(shared)]
+    files = [each for each in regular_files if not each.path.startswith(shared)]
     pages = sum(path.stat().st_blocks * 512 for path in directory.glob(layout.PAGES))
     return fingerprint(
         files=(vars(file) for file in files if file.path != program),  # it is in the image, as the shared ones

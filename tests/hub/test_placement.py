@@ -190,8 +190,18 @@ async def test_a_scheduler_that_does_not_answer_keeps_no_server_from_starting(pu
     assert "you get any. They stay saved" in message
 
 
-async def test_nothing_is_left_of_a_scheduler_that_does_not_answer(published, tmp_path):
+@pytest.mark.parametrize("when", ["while it starts", "while it runs"])
+async def test_nothing_is_left_of_a_scheduler_that_does_not_answer(published, tmp_path, monkeypatch, when):
     publish(published, ON_GPU)
+    start_program = asyncio.create_subprocess_exec
+
+    async def slowly(*argv, **options):
+        process = await start_program(*argv, **options)
+        await asyncio.sleep(1)
+        return process
+
+    if when == "while it starts":
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", slowly)
     command = ["sh", "-c", f"sleep 1000 & echo $! >{tmp_path}/made && mv {tmp_path}/made {tmp_path}/child; wait"]
     start = asyncio.create_task(hook(published, sinfo=command, timeout=60.0)(slurm()))
     await until((tmp_path / "child").exists)

@@ -403,8 +403,17 @@ def test_a_hash_is_that_of_the_file_whatever_its_size(tmp_path, size):
     path = tmp_path / "file"
     content = random.Random(size).randbytes(size)
     path.write_bytes(content)
-    with verify._readers() as pool:
-        assert verify._digest(path, size, pool) == blake3(content).hexdigest()
+    with verify._Readers() as readers:
+        assert verify._digest(path, size, readers) == blake3(content).hexdigest()
+
+
+def test_hashes_of_files_one_after_the_other_are_each_file_s_own(tmp_path):
+    """They are read into the same buffers."""
+    with verify._Readers() as readers:
+        for size in [*reversed(SIZES), *SIZES]:
+            content = random.Random(size).randbytes(size)
+            (tmp_path / "file").write_bytes(content)
+            assert verify._digest(tmp_path / "file", size, readers) == blake3(content).hexdigest()
 
 
 def test_files_are_hashed_by_one_thread_where_others_cannot_be_started(tmp_path, monkeypatch):
@@ -423,8 +432,8 @@ def test_files_are_hashed_by_one_thread_where_others_cannot_be_started(tmp_path,
     verify._hashing_threads.cache_clear()
     try:
         (tmp_path / "file").write_bytes(b"content")
-        with verify._readers() as pool:
-            assert verify._digest(tmp_path / "file", 7, pool) == blake3(b"content").hexdigest()
+        with verify._Readers() as readers:
+            assert verify._digest(tmp_path / "file", 7, readers) == blake3(b"content").hexdigest()
     finally:
         verify._hashing_threads.cache_clear()
 

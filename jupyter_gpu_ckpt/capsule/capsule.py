@@ -158,8 +158,8 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
     """One capsule, from `create` to `close`.  Thread-safe: requests queue behind one lock."""
 
     def __init__(self, directory: Path) -> None:
-        #: The kernel's; or one beside it, of a capsule that was made while another one lived in the kernel's.
-        self.directory = self._kernels = directory
+        #: The kernel's directory; and the capsule's: the same, or one beside it, if another capsule lived in that.
+        self.kernel_directory = self.directory = directory
         self._outer: subprocess.Popen[bytes] | None = None
         #: PID 1 of the capsule: a pidfd, and its process id here.  It ends when all other processes have ended.
         self._init_fd = -1
@@ -304,15 +304,15 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         That gets links to the sockets in its own.  Nothing is done for a capsule that was not made beside another one.
         Raises `OSError`, `CapsuleGone`.
         """
-        if self.directory == self._kernels:
+        if self.directory == self.kernel_directory:
             return
         self.require_alive()
         names = [path.name for path in self.directory.iterdir() if path.is_socket()]
         for name in sorted(names, key=SOCKET.__eq__):  # that of the init last
-            draft = self._kernels / f".{name}"
+            draft = self.kernel_directory / f".{name}"
             draft.unlink(missing_ok=True)
             draft.symlink_to(f"../{self.directory.name}/{name}")
-            draft.replace(self._kernels / name)
+            draft.replace(self.kernel_directory / name)
 
     def outlive(self, outlive: bool = True) -> None:
         """Let the capsule and its kernel run on when the owner's connection breaks, or not."""
@@ -349,8 +349,8 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
                 self._disconnect()
             with contextlib.suppress(OSError):  # gone already, or read-only by now: the next capsule meets it
                 (self.directory / SOCKET).unlink()
-            if self.directory != self._kernels:
-                _remove_links(self._kernels, self.directory.name)
+            if self.directory != self.kernel_directory:
+                _remove_links(self.kernel_directory, self.directory.name)
                 shutil.rmtree(self.directory, ignore_errors=True)
 
     def _disconnect(self) -> None:

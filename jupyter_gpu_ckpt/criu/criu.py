@@ -216,10 +216,10 @@ class Criu:
                     raise RuntimeDirectory(full, **failure.details)
                 raise failure
         finally:
-            if work != capsule.directory:
+            if work != capsule.kernel_directory:
                 for source in (log, output):
                     with contextlib.suppress(OSError):  # users look there; it may be full
-                        shutil.copy(source, capsule.directory)
+                        shutil.copy(source, capsule.kernel_directory)
         if ran.unrepaired:  # the kernel runs on all the same
             _log.warning("The kernel could not be repaired after CRIU's %s: %s", verb, ran.unrepaired)
         return ran
@@ -236,7 +236,7 @@ class Criu:
     ) -> float:
         """Dump the kernel of ``capsule`` to ``directory``.  Return the seconds.
 
-        ``work``: the directory of CRIU's log, by default the capsule's, which gets a copy of it anyhow.
+        ``work``: the directory of CRIU's log, by default the capsule's; the kernel's gets a copy of it anyhow.
 
         The processes are left stopped, not ended: until the image is published they are the only copy.
         `Capsule.resume_processes` lets them run again.  With ``freeze`` the kernel and these ``children`` (host pids)

@@ -163,6 +163,22 @@ async def test_a_restore_beside_the_kernel_that_fails_is_made_again(kernel, monk
     assert await kernel.run("print(x)") == "1"
 
 
+async def test_who_looks_for_the_kernel_s_files_finds_them(kernel, tmp_path):
+    """The kernel finds its connection file, its user CRIU's logs, and the server what it has written before."""
+    await at_a_point(kernel)
+    own = kernel.lifecycle.home.runtime_dir
+    await kernel.provisioner.back("one")
+    inside = kernel.lifecycle.capsule.directory
+    assert inside != own
+    assert (inside / "connection.json").samefile(own / "connection.json")
+    await kernel.run("import json, ipykernel; json.load(open(ipykernel.connect.get_connection_file()))")
+    assert (own / "restore.log").exists()
+    (own / "dump.log").unlink()
+    await kernel.provisioner.save("two")
+    assert (own / "dump.log").exists()
+    assert (own / layout.SESSION).exists()
+
+
 def children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -32,8 +32,8 @@ T = TypeVar("T")
 CHUNK = 16 << 20
 #: Chunks under way at a time: enough to fill a disk's queue; and while nobody waits, few enough to spare the machine.
 _DEPTH, _DEPTH_AHEAD = 8, 2
-#: The same of a read, which a wake waits for, on a machine with as many processors: one copies 1 to 2 GB/s from memory.
-_MOST_READERS = 16
+#: The same of a read, which a wake waits for, on a machine with more processors: one copies 1 to 2 GB/s from memory.
+_MOST_READERS = 12
 #: Bytes of a chunk that are read, hashed and written at once: while they are in the processors' caches.
 _PIECE = 4 << 20
 

@@ -237,7 +237,8 @@ def _criu_restore(attempt: Attempt) -> None:
         attempt.changed_settings = restored.changed
     finally:
         attempt.restoring = None
-    attempt.traced.bytes = manifest.bytes
+    if stopped is None:  # else the step's seconds say nothing of how long they take
+        attempt.traced.bytes = manifest.bytes
 
 
 @contextlib.contextmanager

@@ -70,6 +70,8 @@ async def test_a_kernel_goes_back_and_forth_sleeps_and_is_found_by_the_next_serv
     pid = kernel.lifecycle.capsule.host_pid
     present = await kernel.provisioner.back("one")
     assert sorted(events) == sorted(["ahead", "restored", "dump", "end_process"])
+    [restored] = [event for event in kernel.steps.completed() if event.step == "criu_restore"]
+    assert restored.bytes is None, "the rate of a restore would be learned from it"
     assert kernel.lifecycle.capsule.host_pid != pid
     assert not Path(f"/proc/{pid}").exists()
     assert await kernel.run("print(x)") == "1"

@@ -34,6 +34,11 @@ def resident(kernel: KernelState) -> int:
     return kernel.fast_path().host_memory_bytes() + sum(process.rss for process in _processes(kernel))
 
 
+def copied(kernel: KernelState) -> int:
+    """Return the bytes of allocations on the GPU of which host memory has a copy; 0 without processes."""
+    return kernel.fast_path().kept_bytes() if kernel.capsule is not None else 0
+
+
 def by_process(kernel: KernelState) -> tuple[int, list[Process]]:
     """Return `resident` and what is kept of allocations on the GPU, and the processes beside the kernel's own in it."""
     processes = _processes(kernel)

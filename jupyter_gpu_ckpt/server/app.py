@@ -108,9 +108,9 @@ class GpuCkptApp(ExtensionApp):
         self._fast_path = provisioner.fast_path
         self.jobs = Jobs()
         self.monitor = KernelMonitor(self.serverapp.io_loop, self.serverapp.log)
-        self._metrics = Metrics(self.monitor)
         events = Events(self.serverapp.event_logger)
         self.usage = GpuUsage(self.provisioners, self.monitor, self.store.named, events.usage, parent=self)
+        self._metrics = Metrics(self.monitor, self.usage.copied)
         self._publisher = Publisher(self.store, os.environ.get(VARIABLE, ""), self.serverapp.log)
         self.monitor.listeners += [Log(self.serverapp.log), events, self._metrics, self.usage, self._publisher]
         self._idle_saves = IdleSaves(self.provisioners)

@@ -31,11 +31,15 @@ MIN_CHANGE = 1 << 20
 
 @dataclass(frozen=True)
 class Usage:
-    """The GPUs at one moment (seconds since the epoch), and bytes by GPU UUID and kernel id."""
+    """The GPUs at one moment (seconds since the epoch), and bytes by GPU UUID and kernel id.
+
+    ``copied``: bytes of device memory that are on a GPU and of which host memory has a copy.
+    """
 
     at: float
     gpus: tuple[Gpu, ...]
     kernels: Mapping[str, Mapping[str, int]]
+    copied: int = 0
 
     def differs(self, other: Usage) -> bool:
         """Return whether the difference is worth an event."""
@@ -73,6 +77,10 @@ class GpuUsage(Listener, LoggingConfigurable):
     async def stop(self) -> None:
         """Called from the extension."""
         await self._task.stop()
+
+    def copied(self) -> int:
+        """Return the bytes of device memory on GPUs of which host memory had a copy at the last measurement."""
+        return self._last.copied if self._last is not None else 0
 
     async def measure(self) -> Usage:
         """Measure now."""
@@ -147,9 +155,11 @@ def _measure(provisioners: Mapping[str, GpuCkptProvisioner], image_dir: Path) ->
     at = time.time()
     gpus = tuple(shared_engine(image_dir).gpus.list())
     kernels: dict[str, dict[str, int]] = {}
+    copied = 0
     for kernel_id, provisioner in provisioners.items() if gpus else ():
         if (lifecycle := provisioner.lifecycle) is not None:
             with contextlib.suppress(GpuCkptError):  # it is just ending, or NVML does not answer
                 for uuid, count in host_memory.device_bytes(lifecycle.kernel).items():
                     kernels.setdefault(uuid, {})[kernel_id] = count
-    return Usage(at, gpus, kernels)
+                copied += host_memory.copied(lifecycle.kernel)
+    return Usage(at, gpus, kernels, copied)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import REGISTRY, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -28,10 +28,14 @@ FREED = Counter(
 
 
 class Metrics(Listener, Collector):
-    """A listener of `monitor.KernelMonitor`, and a collector of gauges; registered until `close`."""
+    """A listener of `monitor.KernelMonitor`, and a collector of gauges; registered until `close`.
 
-    def __init__(self, monitor: KernelMonitor) -> None:
+    ``copied``: `GpuUsage.copied`.
+    """
+
+    def __init__(self, monitor: KernelMonitor, copied: Callable[[], int]) -> None:
         self.monitor = monitor
+        self._copied = copied
         REGISTRY.register(self)
 
     def close(self) -> None:
@@ -51,6 +55,11 @@ class Metrics(Listener, Collector):
             "gpu_ckpt_device_bytes_swapped_out",
             "Bytes of kernels' device memory that are in host memory or images now",
             value=sum(sum(device.values()) for device in swapped_out),
+        )
+        yield GaugeMetricFamily(
+            "gpu_ckpt_device_bytes_copied",
+            "Bytes of kernels' device memory on GPUs of which host memory has a copy",
+            value=self._copied(),
         )
         sharing = [kernel.provisioner.sharing for kernel in monitored]
         yield GaugeMetricFamily(

@@ -40,7 +40,7 @@ LABELS = {
 @pytest.fixture(scope="module")
 def exported() -> set[str]:
     """Names of the series that a server exports."""
-    metrics = Metrics(KernelMonitor(None, logging.getLogger()))
+    metrics = Metrics(KernelMonitor(None, logging.getLogger()), lambda: 0)
     try:
         families = [family for family in REGISTRY.collect() if family.name.startswith("gpu_ckpt_")]
     finally:

@@ -36,6 +36,7 @@ class World:
         engine = SimpleNamespace(gpus=FakeGpus(self.driver, directory))
         lifecycle = SimpleNamespace(kernel=SimpleNamespace())
         monkeypatch.setattr(host_memory, "device_bytes", lambda kernel: engine.gpus.used_by(self.pid))
+        monkeypatch.setattr(host_memory, "copied", lambda kernel: GIB)
         provisioners = {
             "k": SimpleNamespace(lifecycle=lifecycle, sharing=None),
             "plain": SimpleNamespace(lifecycle=None, sharing=None),
@@ -59,6 +60,12 @@ async def test_the_document_has_the_device_memory_of_each_kernel(world):
     assert (a["uuid"], a["used"], a["kernels"]) == (A, 3 * GIB, {"k": 3 * GIB})
     assert (b["uuid"], b["used"], b["kernels"]) == (B, 0, {})
     assert [used for _, used in a["history"]] == [3 * GIB]
+
+
+async def test_copies_in_host_memory_are_counted_at_each_measurement(world):
+    assert world.usage.copied() == 0
+    await world.usage.measure()
+    assert world.usage.copied() == GIB
 
 
 async def test_only_a_change_is_an_event_and_follows_the_schema(world):

@@ -69,7 +69,7 @@ class Provisioner:
 @pytest.fixture
 def monitor():
     made = KernelMonitor(None, logging.getLogger("watch"))
-    metrics = Metrics(made)
+    metrics = Metrics(made, lambda: 300)
     made.listeners.append(metrics)
     yield made
     metrics.close()
@@ -100,6 +100,7 @@ def test_gpu_seconds_are_counted_for_each_gpu_while_the_kernel_sleeps(monitor):
     watched.provisioner.sharing = SimpleNamespace(waiting=lambda: {"place": 1})
     assert ours()["gpu_ckpt_kernels_waiting_for_gpu",] == 1
     assert figures["gpu_ckpt_device_bytes_swapped_out",] == 1000
+    assert figures["gpu_ckpt_device_bytes_copied",] == 300
     assert figures["gpu_ckpt_device_bytes_freed_total",] == freed + 1000
     story(watched, (110.0, State.RESUMING), (111.0, "cuda_resume"), (112.0, State.RUNNING))
     figures = ours()
@@ -117,7 +118,7 @@ def test_a_kernel_that_is_shut_down_is_counted_no_more(monitor):
 
 def test_a_server_that_stopped_leaves_no_figures_behind():
     monitor = KernelMonitor(None, logging.getLogger("watch"))
-    Metrics(monitor).close()
+    Metrics(monitor, lambda: 0).close()
     assert ("gpu_ckpt_device_bytes_swapped_out",) not in ours()
 
 

@@ -92,7 +92,7 @@ def test_a_copy_that_is_kept_is_memory_that_the_next_suspend_has(fast_kernel, mo
     kernel = fast_kernel(host_copy_bytes=1 << 40)
     kernel.lifecycle.suspend()
     kernel.lifecycle.wake()
-    assert kernel.path().amounts().kept == kernel.lifecycle.kernel.fast_path().kept_bytes() == kernel.blocks
+    assert kernel.path().amounts().kept == host_memory.copied(kernel.lifecycle.kernel) == kernel.blocks
     free_memory(monkeypatch, SMALL)
     kernel.lifecycle.suspend()
     assert (spilled(kernel), kernel.path().host_memory_bytes()) == ([], kernel.blocks)

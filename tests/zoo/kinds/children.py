@@ -152,6 +152,7 @@ def pipeline():
     job = shell.foreground()
     eventually(lambda: not os.path.exists(f"/proc/{job}"))
     members = [pid for pid in procfs.children(shell.process.pid) if os.getpgid(pid) == job]
+    eventually(lambda: all(map(waits, members)))
     return lambda: (shell.foreground() == job, members, [waits(pid) for pid in members]), shell.end
 
 

@@ -21,7 +21,7 @@ from jupyter_gpu_ckpt.lifecycle.capsule_ahead import CapsuleAhead
 
 @pytest.fixture
 def events(monkeypatch):
-    """Whether processes are restored ahead, and the ends of CRIU's restores, for `follow`."""
+    """Record whether processes are restored ahead, and the ends of CRIU's restores, for `follow`."""
     seen, restore, prepare = [], Criu.restore_stopped, CapsuleAhead.__init__
 
     def record(*arguments, **options):

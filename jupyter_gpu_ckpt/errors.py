@@ -156,7 +156,7 @@ class BranchDiffers(PreflightError, code="BRANCH_DIFFERS"):
 
 
 class BranchUnsafe(PreflightError, code="BRANCH_UNSAFE"):
-    """Two kernels that go on from the same state would damage something."""
+    """Two kernels that continue from the same state would damage something."""
 
     default_hint = "End it in the kernel, save again, and begin the branch from there."
 
@@ -212,8 +212,7 @@ class ProfilerUsed(UnsupportedCuda, code="PROFILER_USED"):
     """A CUDA profiler (CUPTI: `torch.profiler`) was used; the driver does not checkpoint the process any more."""
 
     default_hint = (
-        "A suspend may still be possible. For checkpoints, profile in a kernel of its own, and restart this one after "
-        "saving what you need to a file."
+        "For checkpoints, profile in a kernel of its own, and restart this one after saving what you need to a file."
     )
 
 
@@ -221,8 +220,8 @@ class ManagedMemory(UnsupportedCuda, code="MANAGED_MEMORY"):
     """The kernel has managed (unified) memory, which the driver does not checkpoint."""
 
     default_hint = (
-        "A suspend may still be possible. For checkpoints, free it, or use device memory: CuPy's ordinary pool, "
-        "RMM without managed memory (CUDF_PANDAS_RMM_MODE=pool), bitsandbytes' optimisers that are not paged."
+        "For checkpoints, free it, or use device memory: CuPy's ordinary pool, RMM without managed memory "
+        "(CUDF_PANDAS_RMM_MODE=pool), bitsandbytes' optimisers that are not paged."
     )
 
 

@@ -15,7 +15,7 @@ import errno
 import os
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 #: Raised by readers when the process has ended.
@@ -203,6 +203,17 @@ def maps(pid: int) -> list[MemoryMapping]:
     return found
 
 
+def published(pid: int, mappings: Iterable[MemoryMapping], mark: bytes, size: int) -> bytes | None:
+    """Return the bytes behind a mark in some of a process's mappings, or None where it is not.  Raises `OSError`."""
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for mapping in mappings:
+            content = os.pread(memory.fileno(), mapping.end - mapping.start, mapping.start)
+            at = content.find(mark)
+            if at >= 0 and len(found := content[at + len(mark) :][:size]) == size:
+                return found
+    return None
+
+
 def _unescaped(pid: int, start: int, end: int, name: str) -> str:
     """Return the name of a mapping.  Linux writes a line break in it as it writes these four characters themselves."""
     if _LINE_BREAK not in name:
@@ -212,22 +223,22 @@ def _unescaped(pid: int, start: int, end: int, name: str) -> str:
     return name.replace(_LINE_BREAK, "\n")
 
 
-def path_of_deleted(name: str, inode: int) -> str:
-    """Return the path that a deleted file had; empty if the file is there.
-
-    ``name``: as the links and tables of a process show it.  An existing file's name may end like that, too, also beside
-    a deleted one.
-    """
-    if not name.startswith("/") or not name.endswith(_DELETED) or is_there(name, inode):
-        return ""
-    return name.removesuffix(_DELETED)
-
-
 def is_there(path: str, inode: int) -> bool:
     """Return whether the path is that of the file with this inode; its device other tables may show differently."""
     with contextlib.suppress(OSError):
         return os.lstat(path).st_ino == inode
     return False
+
+
+def path_of_deleted(name: str, inode: int, is_there: Callable[[str, int], bool] = is_there) -> str:
+    """Return the path that a deleted file had; empty if the file is there.
+
+    ``name``: as the links and tables of a process show it.  An existing file's name may end like that, too, also beside
+    a deleted one: ``is_there`` is called with such a name.
+    """
+    if not name.startswith("/") or not name.endswith(_DELETED) or is_there(name, inode):
+        return ""
+    return name.removesuffix(_DELETED)
 
 
 def proportional_bytes(pid: Pid) -> int:

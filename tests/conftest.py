@@ -92,7 +92,7 @@ def pytest_xdist_make_scheduler(config, log):
 
     What makes users, clusters and hosts has the machine to itself as far as others do the same; and one browser at a
     time is as much as two cores can draw.  By a scheduler of our own: pytest 9.2 does not show pytest-xdist 3.8 the
-    names of its groups (``loadgroup``), and each test went wherever there was room.
+    names of its groups (``loadgroup``), and each test went wherever a worker was free.
     """
     from xdist.scheduler import LoadScopeScheduling
 

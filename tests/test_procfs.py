@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import re
@@ -46,6 +47,23 @@ def gone() -> int:
     process = subprocess.Popen(["true"])
     process.wait()
     return process.pid
+
+
+def test_what_a_process_publishes_in_its_memory_is_behind_a_mark(gone):
+    mark = os.urandom(16)
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        memory[100:121] = mark + b"facts"
+        found = [mapping for mapping in procfs.maps(os.getpid()) if mapping.contains(address)]
+        others = [mapping for mapping in procfs.maps(os.getpid()) if mapping.name == "[stack]"]
+        assert procfs.published(os.getpid(), [*others, *found], mark, 5) == b"facts"
+        assert procfs.published(os.getpid(), others, mark, 5) is None
+        assert procfs.published(os.getpid(), found, mark[:8] + mark[:8], 5) is None
+        memory[-18:] = mark + b"fa"
+        memory[100:101] = b"?" if mark[:1] != b"?" else b"!"
+        assert procfs.published(os.getpid(), [found[0]._replace(end=address + mmap.PAGESIZE)], mark, 5) is None
+        with pytest.raises(OSError):
+            procfs.published(gone, found, mark, 5)
 
 
 def test_a_process_by_its_stat_and_status(process):

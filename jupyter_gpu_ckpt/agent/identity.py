@@ -1,7 +1,7 @@
 """Make unique what a branch has in common with the kernel it comes from, before any client reaches it.
 
 Both were one process.  What names messages, files and sessions, and the generators that secrets are drawn from, must
-not give the same twice; the user's own generators (`random`, NumPy's and torch's global ones) go on as they were,
+not give the same twice; the user's own generators (`random`, NumPy's and torch's global ones) continue as they were,
 unless new seeds are wanted.  Nothing is imported that the kernel has not imported itself.
 """
 

@@ -417,7 +417,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             message = f"The kernel's capsule speaks version {version} of its protocol, this release version {VERSION}."
             raise ProtocolVersion(message, left="the kernel is as it was", version=version)
         if "error" in reply:
-            if request["verb"] == "run" and (limit := LimitReached.from_errno(reply["errno"])) is not None:
+            if request["verb"] in ("run", "inspect") and (limit := LimitReached.from_errno(reply["errno"])) is not None:
                 raise limit
             raise CapsuleError(f"{request['verb']} failed inside the capsule: {reply['error']}", errno=reply["errno"])
         return reply, received
@@ -469,7 +469,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         ``terminals``: file of the data in the kernel's terminals, if there is any; a dump writes it, and after another
         program (a restore) has succeeded it is put into the terminals.  ``root``, ``adopted``: of a restore, for
         `subreaper.Subreaper`.  ``restores``: the inner pid of the kernel that it makes; if that is killed and the
-        program goes on, it is killed, too.
+        program continues, it is killed, too.
 
         Raises, before the program runs, `KernelBusy` if a process does not stop, `UnsupportedTerminal` if the terminals
         have too much unread data, `UnsupportedFile` if an inotify instance has unread events, `LoopbackTcp` if a
@@ -580,7 +580,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         """Return the state of the kernel's processes: `inventory.Found` as a dict.
 
         Complete after a dump, which leaves them stopped; of running ones only what can be seen without a stop.  Raises
-        `CapsuleError`.
+        `CapsuleError`, `LimitReached`.
         """
         _, fds = self._request({"verb": "inspect", "allow_unconfined": allow_unconfined}, _INSPECTION)
         with open(fds[0], "rb") as file:

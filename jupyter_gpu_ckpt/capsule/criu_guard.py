@@ -46,7 +46,7 @@ _ENTRY_BYTES = 64
 #: compel's name for the file that its code lies in.
 _PARASITE = "/memfd:CRIUMFD"
 _TRAP = 1 << signal.SIGTRAP - 1
-#: Seconds for a process that goes on after a stop to get a processor.
+#: Seconds for a process that continues after a stop to get a processor.
 _NOTICE_TIMEOUT = 0.1
 _CONT, _CHLD = 1 << signal.SIGCONT - 1, 1 << signal.SIGCHLD - 1
 #: Stop signals that a process can take from its queue: not SIGSTOP.
@@ -186,7 +186,7 @@ def resume(pid: int, leader: Tracee | None = None) -> None:
             with contextlib.suppress(OSError):  # then it is called
                 stack.enter_context(_uncaught(stack.enter_context(Injection.into(pid, leader))))
         os.kill(pid, signal.SIGCONT)
-    # The first thread that goes on notifies the parent (CLD_CONTINUED), which drops that before its own turn.
+    # The first thread that continues notifies the parent (CLD_CONTINUED), which drops that before its own turn.
     if leader is not None:
         with contextlib.suppress(OSError):
             leader.pass_signals()
@@ -492,7 +492,7 @@ class CriuGuard:
             raise
 
     def settle(self, deadline: float) -> None:
-        """Wait until all processes are back in the stop, which a tracer that releases them lets go on a moment later.
+        """Wait until all processes are back in the stop, which a tracer lets them reach a moment after their release.
 
         CRIU would take a process that is on its way there for one that runs.  To be called after each use of
         `Injection`.  Raises `OSError`.

@@ -2,7 +2,7 @@
 
 *Ports and names of sockets*: in a branch a TCP listener gets another, free port of the loopback address, a UDP socket
 another port, and a unix socket another name, so that a client of the program finds the one that has them.  Its
-threads go on waiting: a descriptor that was closed under them would be reported as ready for ever.
+threads continue waiting: a descriptor that was closed under them would be reported as ready for ever.
 
 *Exclusive locks* (flock, open file descriptions, POSIX): the branch does not have them.
 

@@ -64,6 +64,9 @@ class Cuda(Facade):
 
     The verbs raise `CudaUnavailable` as `available` does, and
 
+    A driver without these functions (`DriverTooOld`) suspends nothing, so `state` does without it: a process that has
+    device files open is ``RUNNING``, any other has no CUDA state.
+
     CudaTimeout
         No reply before the deadline: the helper is ended and replaced, and *after failure* the process is in whatever
         state the driver had reached (`state`).  A ``LOCKED`` process hangs in its next CUDA call until `unlock`, which
@@ -146,13 +149,20 @@ class Cuda(Facade):
         return bool(opened) and all(any(_is_same_file(pid, owner, number) for owner in owners) for number in opened)
 
     def state(self, pid: int) -> CudaState:
-        """Return the process's CUDA state.  A process that never loaded the driver costs no call of it."""
+        """Return the process's CUDA state.  A process that never loaded the driver costs no call of it.
+
+        With a driver that is too old a process that another one has suspended is in state ``NONE``: see `available`.
+        """
         self._check_process(pid)
         if not self.uses_cuda(pid):
             return CudaState.NONE
         try:
             number = self._helper.call("cuda.state", lane=pid, timeout_s=QUICK_TIMEOUT_S, pid=pid)
+        except DriverTooOld:
+            return self._state_by_files(pid)
         except DriverRefused as refusal:
+            if refusal.number == NOT_FOUND:
+                return self._state_by_files(pid)
             # The driver has no error of its own for "no CUDA here"; a process with open device files has CUDA.
             if refusal.number == NOT_INITIALIZED or (refusal.number == INVALID_VALUE and not self.device_files(pid)):
                 return CudaState.NONE
@@ -160,6 +170,9 @@ class Cuda(Facade):
         if number not in _STATES:
             raise CudaError("The CUDA driver reports an unknown state.", pid=pid, cuda_state=number)
         return _STATES[number]
+
+    def _state_by_files(self, pid: int) -> CudaState:
+        return CudaState.RUNNING if self.device_files(pid) else CudaState.NONE
 
     def lock(self, pid: int, timeout_s: float, *, grace_s: float = QUICK_TIMEOUT_S) -> None:
         """``RUNNING -> LOCKED``: wait at most ``timeout_s`` seconds for submitted GPU work; block further CUDA calls.

@@ -97,7 +97,7 @@ _GATE_CLOSED, _GATE_LEASED, _GATE_WATCHED = 2, 4, 8
 #: Says that a kernel shares GPUs (`memory_wait.c`).
 _SHARES_VARIABLE = "JUPYTER_GPU_CKPT_SHARES_GPUS"
 #: Version of the protocol on that socket (`control.c`).
-_VERSION = 6
+_VERSION = 7
 #: Seconds that the launch gate may be leased at the most.
 _LONGEST_LEASE = 86400.0
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
@@ -318,14 +318,14 @@ class FastPath:
             _log.info("The kernel's calls are left to the CUDA driver's lock: %s", error)
 
     def open_launch_gate(self) -> None:
-        """Let calls of the kernel go on whose memory is on the device; nothing is done if they do.
+        """Let calls of the kernel continue whose memory is on the device; nothing is done if they do.
 
         *After failure* (`CudaError`) they wait at the gate; the library is busy, or cannot be reached.
         """
         if self._try_to_open(_REPLY_SECONDS):
             return
         if self.keeps_calls():
-            raise CudaError("The kernel's library for device memory does not let calls go on.", left=_UNCHANGED)
+            raise CudaError("The kernel's library for device memory does not let calls continue.", left=_UNCHANGED)
 
     def _try_to_open(self, timeout_s: float) -> bool:
         try:
@@ -368,7 +368,7 @@ class FastPath:
     def link_extents(self) -> int:
         """Link the extents that are swapped out into a directory of their own, and open that; `unlink_extents` ends it.
 
-        They stay as they are however the kernel goes on: the library never writes to an extent that has another name
+        They stay as they are however the kernel continues: the library never writes to an extent that has another name
         (`host_memory_is_intact`).  Raises `CapsuleError`, `OSError`; then there are no links.
         """
         with self._host_memory() as memory:
@@ -757,16 +757,10 @@ def _mode(name: str, directory: int) -> int:
 
 def _published(pid: int) -> _Published:
     """Read what the library in a process publishes, behind its mark.  Raises `OSError`."""
-    mappings = procfs.maps(pid)
-    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-        for mapping in mappings:
-            is_library = mapping.name.removesuffix(" (deleted)").endswith(_LIBRARY)
-            if is_library and mapping.permissions.startswith("rw"):
-                content = os.pread(memory.fileno(), mapping.end - mapping.start, mapping.start)
-                at = content.find(_MARK)
-                if at >= 0:
-                    return _Published(*_PUBLISHED.unpack_from(content, at + len(_MARK)))
-    return _NOTHING
+    mappings = (mapping for mapping in procfs.maps(pid) if mapping.permissions.startswith("rw"))
+    library = [mapping for mapping in mappings if mapping.name.removesuffix(" (deleted)").endswith(_LIBRARY)]
+    found = procfs.published(pid, library, _MARK, _PUBLISHED.size)
+    return _NOTHING if found is None else _Published(*_PUBLISHED.unpack(found))
 
 
 def _copy_timeout(amounts: Amounts, directory: Path | None, timeout_s: float) -> float:

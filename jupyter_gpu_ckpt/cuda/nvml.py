@@ -64,6 +64,8 @@ class Nvml:
     def _running(self, handle: Any) -> list[tuple[int, int | None]]:
         api = self._api
         running = api.nvmlDeviceGetComputeRunningProcesses(handle) + api.nvmlDeviceGetGraphicsRunningProcesses(handle)
+        if any(_is_mps_server(process.pid) for process in running):  # whose clients NVML lists for themselves
+            running = [*running, *self._mps_clients(handle)]
         return [(process.pid, process.usedGpuMemory) for process in running]
 
     def users(self) -> list[tuple[str, list[tuple[int, int | None]]]]:
@@ -75,9 +77,12 @@ class Nvml:
 
     def mps_clients(self, uuid: str) -> list[int]:
         """Return the processes that use the GPU by the multi-process service; none where NVML cannot say."""
-        handle, api = self._handle(uuid), self._api
+        return [process.pid for process in self._mps_clients(self._handle(uuid))]
+
+    def _mps_clients(self, handle: Any) -> list[Any]:
+        api = self._api
         try:
-            return [process.pid for process in api.nvmlDeviceGetMPSComputeRunningProcesses(handle)]
+            return list(api.nvmlDeviceGetMPSComputeRunningProcesses(handle))
         except api.NVMLError as error:
             if error.value in (api.NVML_ERROR_NOT_SUPPORTED, api.NVML_ERROR_FUNCTION_NOT_FOUND):
                 return []
@@ -126,8 +131,10 @@ class Nvml:
             if error.value in (api.NVML_ERROR_NOT_SUPPORTED, api.NVML_ERROR_FUNCTION_NOT_FOUND):
                 return None
             raise
-        for pid in pids:
-            with suppress(OSError):  # it has ended
-                if procfs.stat(pid).name.startswith("nvidia-cuda-mps"):
-                    return True
-        return False
+        return any(map(_is_mps_server, pids))
+
+
+def _is_mps_server(pid: int) -> bool:
+    with suppress(OSError):  # it has ended
+        return procfs.stat(pid).name.startswith("nvidia-cuda-mps")
+    return False

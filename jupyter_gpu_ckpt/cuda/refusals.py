@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..errors import ManagedMemory, MultiInstanceGpu, MultiProcessService, ProfilerUsed, UnsupportedCuda
+from ..errors import (
+    DriverTooOld,
+    ManagedMemory,
+    MultiInstanceGpu,
+    MultiProcessService,
+    ProfilerUsed,
+    UnsupportedCuda,
+)
 from .cuda import Cuda
 from .gpus import Gpus
 
+#: Why the driver suspends no process like this one; the library may swap out what it serves.
+Refusal = UnsupportedCuda | DriverTooOld
 
-def known(pid: int, gpus: Gpus, used: Collection[str], managed: int) -> list[UnsupportedCuda]:
+
+def known(pid: int, cuda: Cuda, gpus: Gpus, used: Collection[str], managed: int) -> list[Refusal]:
     """Return why the driver will refuse a process that has memory on the ``used`` GPUs (UUIDs).
 
     ``managed``: the number of its allocations of managed memory, as far as that is known.
 
-    Queries NVML; the process is not disturbed.  Raises as `Gpus.list`.
+    Queries the driver's version and NVML; the process is not disturbed.  Raises as `Cuda.available`, `Gpus.list`.
     """
-    found: list[UnsupportedCuda] = []
+    found: list[Refusal] = []
+    try:
+        cuda.available()
+    except DriverTooOld as too_old:
+        found.append(too_old)
     present = [gpu for gpu in gpus.list() if gpu.uuid in used]
     if any(gpu.mig for gpu in present):
         found.append(MultiInstanceGpu("The kernel's GPU is divided (MIG), and the driver does not suspend its users."))
@@ -30,7 +44,7 @@ def known(pid: int, gpus: Gpus, used: Collection[str], managed: int) -> list[Uns
 
 
 def explained(
-    refusal: UnsupportedCuda,
+    refusal: Refusal,
     pid: int,
     cuda: Cuda,
     gpus: Gpus,
@@ -38,13 +52,13 @@ def explained(
     managed: int,
     *,
     at_lock: bool = False,
-) -> UnsupportedCuda:
+) -> Refusal:
     """Return the refusal by its reason, or itself where the reason is not known.
 
     ``at_lock``: the driver refused the lock.  Of a process on a whole GPU without MPS it does so after a profiler was
     used, for as long as the process lives; memory that it cannot save it refuses at the checkpoint.
     """
-    reasons = known(pid, gpus, used, managed)
+    reasons = known(pid, cuda, gpus, used, managed)
     if not reasons and at_lock and cuda.has_profiler(pid):
         message = "The CUDA driver does not lock the kernel, as after each use of a profiler (CUPTI), which is loaded."
         reasons = [ProfilerUsed(message)]

@@ -305,7 +305,7 @@ class Router:
     def drain(self, timeout: float) -> tuple[Future[None], float]:
         """Queue new requests from here on; wait until those forwarded before have their replies and idles.
 
-        Interrupts, shutdowns and answers to ``input()`` still pass.  *After failure* the gate goes on queueing: call
+        Interrupts, shutdowns and answers to ``input()`` still pass.  *After failure* the gate continues queueing: call
         `release`.  Raises `KernelBusy` with the types of the pending requests.
         """
         future: Future[None] = Future()
@@ -329,7 +329,7 @@ class Router:
         self._settle_idle()
 
     def close(self) -> None:
-        """Disconnect from the kernel and go on queueing.
+        """Disconnect from the kernel and continue queueing.
 
         libzmq closes the connections some milliseconds later, and so does the kernel.
         """
@@ -363,7 +363,7 @@ class Router:
         """Answer each queued execution as interrupted; False, and nothing is done, when the gate is open.
 
         Then the kernel itself is to be interrupted, but not where it works on nothing and a risky cell waited for its
-        save point: that cell, which does not run then, was meant.  A wake goes on: the kernel may be needed for the
+        save point: that cell, which does not run then, was meant.  A wake continues: the kernel may be needed for the
         next cell.
         """
         if self.state in (GateState.OPEN, GateState.DRAINING):
@@ -750,7 +750,7 @@ class Router:
         futures, self._waiting_for_idle = self._waiting_for_idle, []
         for future in futures:
             if future.set_running_or_notify_cancel():
-                future.set_exception(StateError(f"The kernel's cells were not waited for to the end: {reason}."))
+                future.set_exception(StateError(f"The wait for the kernel's cells has ended early: {reason}."))
 
     def _settle_idle(self) -> None:
         if not self._waiting_for_idle or self.pending.cells():

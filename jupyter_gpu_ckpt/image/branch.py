@@ -39,7 +39,7 @@ class NewKernel:
 
     ``write_session``: writes its session into the directory of the image.  ``reseed``: whether the user's generators of
     random numbers are to differ from the source's.  ``is_template``: whether it is a new notebook's, with an
-    environment and a working directory of its own, and not one that goes on from where the source was.
+    environment and a working directory of its own, and not one that continues from where the source was.
     """
 
     kernel_id: str

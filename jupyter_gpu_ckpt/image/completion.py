@@ -177,7 +177,7 @@ class Completion:
             self._request(abort=True)
         self._end()
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Leave the draft to the process, which completes it alone."""
         self._end(alone=True)
 

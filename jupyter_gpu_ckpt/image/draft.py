@@ -255,7 +255,10 @@ class Draft:
 
 
 def _locked(path: Path) -> int:
-    """Make a lock and return its locked descriptor.  Raises `OSError`, `StoreUnwritable`."""
+    """Make a lock and return its locked descriptor.  Raises `OSError`, `StoreUnwritable`.
+
+    Not a `FileLock`: other processes get the descriptor, and have the lock until the last of them closes it.
+    """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:

@@ -76,7 +76,7 @@ def secret(source: str) -> Secret:
             raise KeyUnusable("The encryption key comes from file:PATH, env:NAME or command:COMMAND.")
         key = bytes.fromhex(text.strip())
     except (OSError, KeyError, ValueError, subprocess.SubprocessError) as error:
-        raise KeyUnusable(f"The encryption key cannot be had ({type(error).__name__}).", hint=_HINT) from None
+        raise KeyUnusable(f"The encryption key cannot be read ({type(error).__name__}).", hint=_HINT) from None
     if len(key) != _KEY_BYTES:
         raise KeyUnusable(f"The encryption key has {len(key)} bytes instead of {_KEY_BYTES}.", hint=_HINT)
     return Secret(hmac.new(key, b"jupyter_gpu_ckpt key id", hashlib.sha256).hexdigest()[:16], key)

@@ -126,7 +126,7 @@ class Generations:
 
     def _path(self, kernel_id: str) -> Path:
         if not _NAME.fullmatch(kernel_id):
-            raise ImageStale("The image's kernel has a name that none of ours has.")
+            raise ImageStale("The image's kernel has an id that no kernel of this package has.")
         return self.directory / f"{kernel_id}.json"
 
     def _unusable(self) -> KeyUnusable:

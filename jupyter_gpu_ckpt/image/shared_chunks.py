@@ -153,8 +153,8 @@ class KnownChunks:
 
 def _known_windows(image: Image, pages: str, index: Index) -> dict[int, KnownWindow]:
     found = {}
-    for place, stored in enumerate(index.windows):
-        name = f"{layout.CRIU}/{pages}/{_name(place)}"
+    for position, stored in enumerate(index.windows):
+        name = f"{layout.CRIU}/{pages}/{_name(position)}"
         entry, length = image.manifest.files.get(name), sum(length for _, length in stored.runs)
         if entry is not None and entry.bytes == length:
             found[stored.number] = KnownWindow(image.path / name, entry, stored.runs)
@@ -199,7 +199,7 @@ def _write_window(
     chunks: Path,
     known: KnownChunks,
     before: Mapping[int, KnownWindow],
-    place: int,
+    position: int,
     window: Window,
     offset: int,
 ) -> tuple[Stored, dict[str, FileEntry]]:
@@ -207,7 +207,7 @@ def _write_window(
     content = direct_io.read(pages, direct_io.buffer(window.bytes), window.bytes, offset)
     if len(content) != window.bytes:
         raise OSError(f"{pages.name} is shorter than it was.")
-    name, entry = _name(place), FileEntry(len(content), blake3(content).hexdigest())
+    name, entry = _name(position), FileEntry(len(content), blake3(content).hexdigest())
     whole = Stored(window.number, window.runs)
     if known.link(name, entry, chunks / name):
         return whole, {name: entry}
@@ -216,7 +216,7 @@ def _write_window(
         if link(base.path, chunks / name):
             stored, files = Stored(window.number, base.runs, parts), {name: base.entry}
             if changed:
-                other = _changed_name(place)
+                other = _changed_name(position)
                 files[other] = FileEntry(len(changed), blake3(changed).hexdigest())
                 if not known.link(other, files[other], chunks / other):
                     (chunks / other).write_bytes(changed)
@@ -236,13 +236,13 @@ def _changes(content: memoryview, window: Window, base: KnownWindow) -> tuple[by
         return None
     if FileEntry(len(had), blake3(had).hexdigest()) != base.entry:
         return None
-    places = dict(zip(_addresses(base.runs), range(0, len(had), _PAGE), strict=True))
+    offsets = dict(zip(_addresses(base.runs), range(0, len(had), _PAGE), strict=True))
     changed, parts = bytearray(), _Parts()
     for at, address in enumerate(_addresses(window.runs)):
         page = bytes(content[at * _PAGE : (at + 1) * _PAGE])
-        place = places.get(address)
-        if place is not None and page == had[place : place + _PAGE]:
-            parts.add(False, place)
+        offset = offsets.get(address)
+        if offset is not None and page == had[offset : offset + _PAGE]:
+            parts.add(False, offset)
         else:
             parts.add(True, len(changed))
             changed += page
@@ -328,11 +328,11 @@ def _join(chunks: Path, pages: Path) -> None:
     index = Index.read(chunks.with_suffix(_INDEX))
     *offsets, size = itertools.accumulate((stored.bytes for stored in index.windows), initial=0)
 
-    def write(place: int, stored: Stored, offset: int) -> None:
+    def write(position: int, stored: Stored, offset: int) -> None:
         if stored.parts is None:
-            clone.copy_into(chunks / _name(place), file.fileno(), offset)
+            clone.copy_into(chunks / _name(position), file.fileno(), offset)
             return
-        had, changed = (chunks / name(place) for name in (_name, _changed_name))
+        had, changed = (chunks / name(position) for name in (_name, _changed_name))
         sources = had.read_bytes(), changed.read_bytes() if changed.exists() else b""
         made = b"".join(sources[which][begin : begin + length] for which, begin, length in stored.parts)
         if len(made) != stored.bytes:

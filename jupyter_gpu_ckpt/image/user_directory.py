@@ -70,7 +70,7 @@ def obstacle(named: Path) -> StoreShared | None:
         if not os.path.lexists(own) and not os.access(named, os.W_OK | os.X_OK):
             made = f"install -d -m 700 -o {os.geteuid()} -g {os.getegid()} {_quoted(own)}"
             hint = f"An administrator makes yours, `{made}`, or lets everybody make one: `chmod 1777 {_quoted(named)}`."
-            message = "The image directory is shared, and nothing can be made in it."
+            message = "The image directory is shared, and you may not create a directory in it."
             return StoreShared(message, hint=hint, directory=str(named))
     if not os.path.lexists(own) or is_private(own):
         return None

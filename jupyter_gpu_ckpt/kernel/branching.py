@@ -36,7 +36,7 @@ class BranchPlan:
         """Raise `BranchUnsafe`, or `BranchDiffers` unless the differences are accepted."""
         left, plan = f"the image is kept as {self.image}", self.as_dict()
         if self.unsafe:
-            message = f"Two kernels must not go on with this: {'; '.join(self.unsafe)}."
+            message = f"Two kernels must not continue with this: {'; '.join(self.unsafe)}."
             raise BranchUnsafe(message, left=left, plan=plan)
         # A closed connection is what every wake has, and files can be read by both.
         if (differs := [each for each in self.differs if each.kind != "connection"]) and not accept_differences:

@@ -1,7 +1,7 @@
 """One kernel's part in sharing GPUs: its facts, from its lifecycle and its gate, and its moves, as they are decided.
 
-The exchange (`sharing.exchange`) calls `observe` and `must_leave` on its own thread; the lifecycle calls `admit` before
-it moves the kernel to a GPU, and waits there for its turn.
+The exchange (`sharing.exchange`) calls `observe` and `begin_suspend` on its own thread; the lifecycle calls `admit`
+before it moves the kernel to a GPU, and waits there for its turn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..lifecycle.plans import State
 from ..sharing import policy
 from ..sharing.exchange import Exchange, Member
 from ..sharing.participant import Participant, Residence
-from ..sharing.policy import Decisions, GrantTurn, LeaveReason, NeverFits, WaitFor
+from ..sharing.policy import Decisions, GrantTurn, NeverFits, SuspendReason, WaitFor
 from ..trace import StepEvent
 from ..units import counted, duration, size
 from .worker import Worker
@@ -114,16 +114,16 @@ class GpuSharing:
         self._present: Sequence[Gpu] = ()
         lifecycle.kernel.admission = self
         lifecycle.trace.sinks.append(self._stepped)
-        lifecycle.on_state.append(lambda state: self.look())
-        self.look()
+        lifecycle.on_state.append(lambda state: self.join())
+        self.join()
 
     def close(self) -> None:
         """End the kernel's part."""
         self._lifecycle.kernel.admission = None
         self._cancelled.set()
-        self._exchange.leave(self._member)
+        self._exchange.detach(self._member)
 
-    def look(self) -> None:
+    def join(self) -> None:
         """Have the exchange look at the kernel: its state has changed, or a cell begins.  Never blocks."""
         with contextlib.suppress(RuntimeError):  # no more threads now: the next cell tries again
             self._exchange.join(self._member)
@@ -429,19 +429,19 @@ class GpuSharing:
             self._failed_at = time.monotonic()
             self._log.warning("Kernel %s has not come back to a GPU: %s", self._lifecycle.home.kernel_id, error)
             with contextlib.suppress(GpuCkptError):
-                self._gate.print_notice(f"The GPU cannot be had: {error.message} It is tried again.")
+                self._gate.print_notice(f"The kernel does not get its GPU: {error.message} It is tried again.")
         except Exception:
             self._failed_at = time.monotonic()
             self._log.exception("Kernel %s has not come back to a GPU", self._lifecycle.home.kernel_id)
 
-    def must_leave(self, reason: LeaveReason) -> None:
+    def begin_suspend(self, reason: SuspendReason) -> None:
         """Begin to move the kernel off the GPU."""
         if self._move is None or self._move.done():
-            self._move = self._worker.submit(self._leave)
+            self._move = self._worker.submit(self._suspend)
 
-    def _leave(self) -> None:
+    def _suspend(self) -> None:
         lifecycle, kernel_id = self._lifecycle, self._lifecycle.home.kernel_id
-        if lifecycle.state is not State.RUNNING or not self._exchange.has_to_leave(self._member):
+        if lifecycle.state is not State.RUNNING or not self._exchange.should_suspend(self._member):
             return
         self._log.info("Kernel %s leaves its GPU for another kernel", kernel_id)
         try:

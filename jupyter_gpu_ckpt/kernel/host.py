@@ -563,7 +563,7 @@ class KernelHost:
             self._registration = None
 
     def detach(self) -> None:
-        """Release everything as it is, for another owner to find; a living kernel goes on."""
+        """Release everything as it is, for another owner to find; a living kernel continues."""
         # First of all: from here on no verb reaches the kernel, and no shutdown ends it.
         lifecycle, self.lifecycle, self.last = self.lifecycle, None, None
         self._end_sharing()
@@ -625,7 +625,7 @@ class KernelHost:
 
     def _on_work(self, msg_type: str) -> None:
         if self.sharing is not None:
-            self.sharing.look()
+            self.sharing.join()
 
     def _wake(self) -> None:
         if (lifecycle := self.lifecycle) is None:

@@ -189,7 +189,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         help="With `fast_path`: up to so many bytes of host memory keep a copy of a kernel's device memory while it is "
         "on the GPU, so that its next suspend only copies what has changed. A larger kernel has none, and it is given "
         "up when host memory becomes short. 0: none. None: as many as leave an eighth of the server's memory free "
-        "and room to suspend all other kernels on the GPUs; none if it has less than 16 GiB.",
+        "and space to suspend all other kernels on the GPUs; none if it has less than 16 GiB.",
     ).tag(config=True)
     mirror_when_idle = Bool(
         True,

@@ -46,7 +46,7 @@ class Worker:
             self._last_runs[name] = arguments, future
         elif joined != arguments:
             message = f"Another {name} of this kernel is under way, and not the same."
-            raise StateError(message, hint="Wait for its end.", left="the one under way goes on")
+            raise StateError(message, hint="Wait for its end.", left="the one under way continues")
         # Shielded: a caller that is cancelled must not cancel what another caller waits for.
         return await asyncio.shield(asyncio.wrap_future(future))
 

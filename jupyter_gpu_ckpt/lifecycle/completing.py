@@ -99,7 +99,7 @@ def completed(kernel: KernelState) -> Image:
             kernel.completion = None
             raise NoSpace(_KEPT_NOT, **error.details) from error
         except BaseException:
-            leave(kernel)
+            detach(kernel)
             raise
     kernel.completion = None
     return image
@@ -133,8 +133,8 @@ def end(kernel: KernelState) -> None:
             completed(kernel).withdraw_claim()
 
 
-def leave(kernel: KernelState) -> None:
+def detach(kernel: KernelState) -> None:
     """Leave an image to be completed by itself.  Never raises."""
     completion, kernel.completion = kernel.completion, None
     if completion is not None:
-        completion.leave()
+        completion.detach()

@@ -23,6 +23,7 @@ from ..criu.exclusive import Exclusive
 from ..cuda.cuda import Cuda
 from ..cuda.fastpath import FastPath
 from ..cuda.gpus import Gpu, Gpus
+from ..cuda.refusals import Refusal
 from ..errors import CapsuleError, CapsuleGone, CriuError, GpuCkptError, KernelLost, LimitReached, UnsupportedCuda
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
@@ -296,9 +297,9 @@ class KernelState:
     #: Whether the driver has restored the process's CUDA state since the process was started.
     restored_on_gpu: bool = False
     #: Why the driver has not suspended a kernel that is suspended: only the library has, its own allocations.
-    refusal: UnsupportedCuda | None = None
+    refusal: Refusal | None = None
     #: Why the driver will not suspend the process as long as that lives, once it has refused.
-    lasting_refusal: UnsupportedCuda | None = None
+    lasting_refusal: Refusal | None = None
     #: The driver's last refusal, with a reason, to checkpoint the process.
     refused_checkpoint: UnsupportedCuda | None = None
     #: Whether the gate has no connection to the process.  Without CUDA state that is made again by the next step that
@@ -355,7 +356,7 @@ class KernelState:
         child = pid if pid != capsule.host_pid else None
         keep_bytes = self.settings.host_copy_bytes
         if keep_bytes is None:
-            keep_bytes = _ALL if preflight.spare_memory() else 0
+            keep_bytes = _ALL if preflight.reserved_memory() else 0
         return FastPath(capsule, self.engine.cuda, child, keep_bytes=keep_bytes)
 
     def deadline(self, bytes: int) -> float:

@@ -110,13 +110,23 @@ def shared(kernel: KernelState) -> list[errors.UnsupportedCuda]:
 
 
 def explained(
-    kernel: KernelState, refusal: errors.UnsupportedCuda, *, pid: int | None = None, at_lock: bool = False
-) -> errors.UnsupportedCuda:
+    kernel: KernelState, refusal: refusals.Refusal, *, pid: int | None = None, at_lock: bool = False
+) -> refusals.Refusal:
     """Return a refusal of the driver, for the kernel or its child ``pid``, by its reason where that is known."""
     own, engine, used = kernel.require_capsule().host_pid, kernel.engine, kernel.saved.device_bytes
     pid = own if pid is None else pid
     managed = amounts(kernel, pid).managed
     return refusals.explained(refusal, pid, engine.cuda, engine.gpus, used, managed, at_lock=at_lock)
+
+
+def uses_cuda_alone(kernel: KernelState, using: Collection[int]) -> bool:
+    """Return whether only the kernel's own process uses CUDA, of those ``using`` it by `states`.  Raises `CudaError`.
+
+    With a driver that is too old these may be processes that the kernel has forked, which have inherited its files.
+    """
+    own, cuda = kernel.require_capsule().host_pid, kernel.engine.cuda
+    inherits = functools.partial(cuda.has_inherited_all, owners=[own])
+    return own in using and all(_unless_ended(kernel, pid, inherits) is not False for pid in using if pid != own)
 
 
 def amounts(kernel: KernelState, pid: int | None = None) -> Amounts:

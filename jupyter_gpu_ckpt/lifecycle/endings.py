@@ -59,7 +59,7 @@ def terminate(kernel: KernelState) -> None:
     if kernel.completion is not None and kernel.image is not None:  # the kernel slept in what has no space on the disk
         completing.begin_save_point(kernel, kernel.image)
         kernel.image = None
-    completing.leave(kernel)
+    completing.detach(kernel)
     with contextlib.suppress(GpuCkptError):  # a gate that failed has no clients that would have to know
         kernel.gate.kernel_died()
 

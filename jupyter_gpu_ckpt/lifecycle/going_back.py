@@ -57,7 +57,7 @@ def check(kernel: KernelState, point: Image, files: FilesChoice) -> list[str]:
     engine = kernel.engine
     _require_known(point, files)
     if engine.store.free() < (needed := shared_chunks.divided_bytes(point)):
-        message = f"To go back needs {size(needed)} in the image directory for a moment."
+        message = f"Going back needs {size(needed)} in the image directory for a moment."
         raise NoSpace(message, left="the kernel runs on", needed=needed)
 
     with point.lease(_MOMENT):
@@ -87,7 +87,7 @@ def _require_known(point: Image, files: FilesChoice) -> None:
     """Raise `BadRequest` for a choice about what is no file of the save point."""
     known = {*kept_files.of_image(point), *point.manifest.fingerprint.get("files", {})}
     if unknown := sorted({*files} - known) if isinstance(files, Mapping) else []:
-        message = f"The save point has no file {unknown[0]!r}, for which there is a choice."
+        message = f"The choice names a file that the save point does not have: {unknown[0]!r}."
         raise BadRequest(message, hint="Name files by their whole paths, as FILES_DIFFER lists them.", files=unknown)
 
 
@@ -123,8 +123,8 @@ def settle(
     if open_ and insist:
         stuck = {each.path for each in accepting if each.field in _FILES and each.hard}
         without_copy = {path for path in open_ if (files.get(path) if isinstance(files, Mapping) else files) == THEN}
-        places = [(path, aside.get(path, path)) for path in open_]
-        described = [_described(path, at, kept.get(path), may_stay=path not in stuck) for path, at in places]
+        located = [(path, aside.get(path, path)) for path in open_]
+        described = [_described(path, at, kept.get(path), may_stay=path not in stuck) for path, at in located]
         raise _differ(described, {path: _why_not_kept(path, image, kept.get(path)) for path in sorted(without_copy)})
     settled = {*then, *now}
     left = [each for each in found if each.field not in _FILES or each.path not in settled]

@@ -12,7 +12,7 @@ from ..errors import GpuCkptError
 from . import cuda_processes
 from .context import KernelState
 from .plans import State
-from .preflight import MARGIN, available_memory, spare_memory
+from .preflight import MARGIN, available_memory, reserved_memory
 
 _log = logging.getLogger(__name__)
 
@@ -46,10 +46,10 @@ def _headroom(kernel: KernelState) -> int:
     gpus, own = kernel.engine.gpus, cuda_processes.candidates(kernel)
     others = sum(gpu.used for gpu in gpus.list()) - sum(gpus.used_by(*own).values())
     copied = sum(peer.fast_path().kept_bytes() for peer in _running_peers(kernel))
-    return available_memory() - max(spare_memory(), MARGIN) - max(0, others - copied)
+    return available_memory() - max(reserved_memory(), MARGIN) - max(0, others - copied)
 
 
-def make_room(kernel: KernelState, bytes: int) -> None:
+def release_copies(kernel: KernelState, bytes: int) -> None:
     """Have this server's other kernels give up copies until so many bytes of host memory are available.  Never raises.
 
     Those of other servers are given up when memory is short for all (`memory_pressure.c`).

@@ -17,7 +17,16 @@ from ..image.manifest import Manifest
 from ..units import size
 from . import cuda_processes, host_copies
 from .context import Attempt, KernelState, Reason
-from .preflight import MARGIN, SPARE, Process, all_memory, available_memory, lead_bytes, read_process, unique_bytes
+from .preflight import (
+    MARGIN,
+    RESERVED_PART,
+    Process,
+    all_memory,
+    available_memory,
+    lead_bytes,
+    read_process,
+    unique_bytes,
+)
 
 
 def device_bytes(kernel: KernelState) -> dict[str, int]:
@@ -68,7 +77,7 @@ def choose_directory(kernel: KernelState, capsule: Capsule, bytes: int, kept: in
     `NoMemory` if neither has the space, or the disk must not have them unencrypted; and as `spill.begin`.
     """
     store = kernel.engine.store
-    host_copies.make_room(kernel, all + MARGIN - kept)
+    host_copies.release_copies(kernel, all + MARGIN - kept)
     if available_memory() + kept >= all + MARGIN:
         return None
     if not may_spill(kernel, bytes):
@@ -86,7 +95,7 @@ def may_wait_for_disk(kernel: KernelState) -> bool:
 
     Not where memory is short, nor for those that are on the disk for that reason.
     """
-    return kernel.spill_directory is None and available_memory() * SPARE >= all_memory()
+    return kernel.spill_directory is None and available_memory() * RESERVED_PART >= all_memory()
 
 
 def require_wait() -> None:
@@ -123,14 +132,14 @@ def may_read_ahead(image: Image, beside: int = 0) -> bool:
     read when it is decrypted.
     """
     bytes = image.manifest.swapped_bytes
-    spare = available_memory() - bytes - beside
-    return bytes > 0 and not image.manifest.encryption and spare * SPARE >= all_memory()
+    free = available_memory() - bytes - beside
+    return bytes > 0 and not image.manifest.encryption and free * RESERVED_PART >= all_memory()
 
 
 def may_restore_ahead(image: Image) -> bool:
     """Return whether host memory has the space for an image's processes, and its device memory, beside a kernel's."""
-    spare = available_memory() - int(image.manifest.fingerprint.get("memory", 0))
-    return spare * SPARE >= all_memory()
+    free = available_memory() - int(image.manifest.fingerprint.get("memory", 0))
+    return free * RESERVED_PART >= all_memory()
 
 
 def may_go_back_before_suspend(kernel: KernelState, image: Image) -> bool:

@@ -240,7 +240,7 @@ class Lifecycle:
                 kernel.capsule = None
             kernel.spill_directory = None  # it is the capsule's
             host_memory.discard_chunks(kernel)
-            completing.leave(kernel)
+            completing.detach(kernel)
 
     def terminate(self) -> None:
         """End the kernel now, also during a verb.  Its image stays until `endings.discard_image`."""

@@ -25,7 +25,7 @@ from ..units import counted, size
 MARGIN = 64 << 20
 #: The part of host memory that is free where extents stay that a kernel does not need (as in `memory_pressure.c`), and
 #: its least bytes: programs may allocate as many until these extents are given up.
-SPARE, LEAST_SPARE = 8, 2 << 30
+RESERVED_PART, LEAST_RESERVED = 8, 2 << 30
 #: Processes whose pages a dump may have written more often than the image will have them.
 _LEAD = 2
 
@@ -122,10 +122,10 @@ def all_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return all
 
 
-def spare_memory() -> int:
+def reserved_memory() -> int:
     """Return the bytes of host memory that stay free beside copies of device memory; 0: there is too little for any."""
-    spare = all_memory() // SPARE
-    return spare if spare >= LEAST_SPARE else 0
+    reserved = all_memory() // RESERVED_PART
+    return reserved if reserved >= LEAST_RESERVED else 0
 
 
 def _of_machine(name: str) -> int:
@@ -173,7 +173,7 @@ def inspect(
     has_agent: bool = False,
     swapped_out: int = 0,
     kept: int = 0,
-    make_room: Callable[[int], object] = lambda bytes: None,
+    release_copies: Callable[[int], object] = lambda bytes: None,
     spillable: Callable[[], int] = int,
     over_quota: Callable[[int], GpuCkptError | None] = lambda needed: None,
     why_not: Callable[[int], str] = lambda pid: "",
@@ -184,7 +184,7 @@ def inspect(
     ``disk_free``: bytes for the image; None for a suspend, which writes none.  ``has_agent``: whether an agent ends a
     debugger that was turned off.  ``swapped_out``: bytes of device memory in host memory, and in no process.
     ``kept``: bytes of host memory that have a copy of device memory already.
-    ``make_room``: called with the bytes that are needed of host memory where it is too small; may free some.
+    ``release_copies``: called with the bytes that are needed of host memory where it is too small; may free some.
     ``spillable``: called where host memory is too small, returns the bytes of device memory that can go to the disk.
     ``over_quota``: returns why an image of so many bytes is refused, if it is.  ``why_not``: returns why one of
     the ``companions`` prevents a suspend or a checkpoint, if it does.
@@ -208,7 +208,7 @@ def inspect(
             break
     to_host = on_device = sum(device_bytes.values())
     if on_device and available_memory() + kept < to_host + MARGIN:
-        make_room(to_host + MARGIN - kept)
+        release_copies(to_host + MARGIN - kept)
     if on_device and (available := available_memory() + kept) < to_host + MARGIN:
         to_host -= spillable()
         available = available_memory() + kept  # the kernel's library may have been freeing some, after a resume
@@ -277,7 +277,7 @@ def undumpable(pid: int) -> PreflightFinding | None:
     """Return a finding for a kernel that only root may inspect (PR_SET_DUMPABLE)."""
     if os.access(f"/proc/{pid}/fd", os.R_OK) or procfs.is_ending(pid):
         return None
-    message = "The kernel is not dumpable (PR_SET_DUMPABLE is 0): nobody may look into it."
+    message = "The kernel is not dumpable (PR_SET_DUMPABLE is 0): its memory cannot be read."
     hint = "In the kernel, ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) makes it dumpable again."
     return blocking(errors.UnprovenState(message, hint=hint))
 

@@ -145,7 +145,7 @@ def _settled(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
 
 def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
     kernel, engine, cancellation = attempt.kernel, attempt.kernel.engine, attempt.kernel.cancellation
-    host_copies.make_room(kernel, image.manifest.fingerprint.get("memory", 0))
+    host_copies.release_copies(kernel, image.manifest.fingerprint.get("memory", 0))
     found = compatibility.mismatches(
         image.manifest,
         engine.store,
@@ -173,7 +173,7 @@ def _read_ahead(kernel: KernelState, image: Image) -> int:
 def _user_accepts(kernel: KernelState, changed: list[str]) -> bool:
     """Ask the user whose cell waits whether the changed files are accepted."""
     files = ", ".join(map(printable, changed[:3])) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-    prompt = f"Changed while the kernel was away: {files}. Go on with the files as they are now? [y/N] "
+    prompt = f"Changed while the kernel was away: {files}. Continue with the files as they are now? [y/N] "
     answer = kernel.gate.prompt(prompt, kernel.settings.question)
     return answer is not None and answer.strip().lower() in ("y", "yes")
 
@@ -273,7 +273,7 @@ def _restore(attempt: Attempt, capsule: Capsule, files: Readable, running: dict[
 def begin_to_go_back(kernel: KernelState, image: Image) -> None:
     """Begin to make the capsule for the way back, and to read device memory and restore processes in it, where allowed.
 
-    The kernel's clocks go on from now.
+    The kernel's clocks continue from now.
     """
     create = functools.partial(kernel.home.create_capsule, image, beside=True)
     read = functools.partial(host_memory.begin_read_ahead, kernel, image)

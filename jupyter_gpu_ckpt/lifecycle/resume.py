@@ -86,7 +86,7 @@ def _drivers_part(kernel: KernelState, needs: Mapping[str, int]) -> int | None:
     return max(0, sum(needs.values()) - swapped) if swapped else None
 
 
-def _wait_for_leavers(attempt: Attempt) -> float:
+def _wait_for_memory(attempt: Attempt) -> float:
     """Wait until the driver's part of an early return is free twice; return the seconds to wait for each allocation.
 
     Twice, as others may allocate memory meanwhile: with too little the driver's restore destroys the process.  0 for a
@@ -134,7 +134,9 @@ def cuda_resume(attempt: Attempt) -> None:
         capsule, deadline = kernel.require_capsule(), kernel.deadline(attempt.traced.bytes)
         kernel.fast_path().swapped_out()  # raises first if an owner of another release has suspended the processes
         part = attempt.traced.part
-        wait_s = _wait_for_leavers(attempt)
+        if attempt.lease is not None:  # a driver that is too old does not know what another one has suspended
+            kernel.engine.cuda.available()
+        wait_s = _wait_for_memory(attempt)
         with part("children"):
             cuda_processes.resume_children(kernel, attempt.gpu_mapping, deadline)
         with part("driver"):
@@ -192,7 +194,7 @@ def thaw(attempt: Attempt) -> None:
             _write_session(kernel)
     else:
         environ = {name: os.environ[name] for name in kernel.settings.refresh if name in os.environ}
-        # Then another one has begun, or goes on with, this session of IPython's history.
+        # Then another one has begun, or continues with, this session of IPython's history.
         again = _is_branch(attempt) or (kernel.image is not None and kernel.image.is_save_point)
         request_agent(kernel, "thaw", {"environ": environ, "notice": notice, "again": again})
 
@@ -228,7 +230,7 @@ def _become_another_kernel(attempt: Attempt) -> str:
     changes += [f"{what} (not changed)" for what in reply.get("probe_errors", ())]
     if not changes:
         return ""
-    return f"This kernel is a branch of another one, which goes on with: {'; '.join(changes)}.\n"
+    return f"This kernel is a branch of another one, which continues with: {'; '.join(changes)}.\n"
 
 
 def release(attempt: Attempt) -> None:

@@ -33,6 +33,8 @@ _COLLECT = 2.0
 _INSPECTIONS, _PAUSE = 3, 0.1
 #: The launch gate stays closed without a suspended process for this many times the seconds of a lock.
 _LOCKS = 2
+#: Begins the hint of a refused checkpoint.
+_CAN_BE_SUSPENDED = "A suspend is possible."
 #: Seconds to suspend a process that is to be killed, and bytes a second at which the driver does it.
 _BEFORE_END, _DRIVERS_RATE = 5.0, 2.5e9
 
@@ -63,7 +65,9 @@ def _findings(
     if device_bytes:
         try:
             kernel.engine.cuda.available()
-        except errors.CudaUnavailable as unavailable:  # too old, among others: it cannot be asked for more
+        except errors.DriverTooOld:  # `_refused_by_driver` has it
+            pass
+        except errors.CudaUnavailable as unavailable:  # it cannot be asked for more
             return [preflight.blocking(unavailable)]
     found = preflight.inspect(
         kernel_pid=capsule.host_pid,
@@ -72,7 +76,7 @@ def _findings(
         has_agent=kernel.home.has_agent,
         swapped_out=extents[0],
         kept=extents[1],
-        make_room=functools.partial(host_copies.make_room, kernel),
+        release_copies=functools.partial(host_copies.release_copies, kernel),
         spillable=functools.partial(_spillable, kernel),
         disk_free=_space_for_image(kernel) if writes else None,
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
@@ -80,7 +84,9 @@ def _findings(
     )
     found += [preflight.blocking(reason) for reason in (cuda_processes.shared(kernel) if device_bytes else ())]
     for reason in _refused_by_driver(kernel, device_bytes):
-        only_suspended = not writes and _allocated(kernel) > 0
+        if writes:
+            _say_if_suspendable(kernel, reason)
+        only_suspended = not writes and _is_suspendable(kernel, reason)
         found.append(PreflightFinding(reason.code, reason.message) if only_suspended else preflight.blocking(reason))
     if inspection is not None:
         if (error := without_sockets(kernel)) is not None:
@@ -114,14 +120,32 @@ def _lasting_refusals(kernel: KernelState) -> list[dict[str, str]]:
     return lasting
 
 
-def _refused_by_driver(kernel: KernelState, used: Mapping[str, int]) -> list[errors.UnsupportedCuda]:
+def _refused_by_driver(kernel: KernelState, used: Mapping[str, int]) -> list[refusals.Refusal]:
     """Return why the driver will not suspend a kernel with so much memory on GPUs, as far as that is known."""
     if not used:
         return []
     managed = cuda_processes.amounts(kernel).managed
-    found = refusals.known(kernel.require_capsule().host_pid, kernel.engine.gpus, used, managed)
+    found = refusals.known(kernel.require_capsule().host_pid, kernel.engine.cuda, kernel.engine.gpus, used, managed)
     met = kernel.refusal if kernel.machine.state is State.SUSPENDED else kernel.lasting_refusal
     return [*found, met] if met is not None and not found else found
+
+
+def _is_suspendable(kernel: KernelState, refusal: refusals.Refusal) -> bool:
+    """Return whether a kernel that the driver will not checkpoint can be suspended as far as its library serves it.
+
+    Where the driver does not lock, threads of the kernel's own process are frozen instead, and of no other.
+    """
+    own = kernel.require_capsule().host_pid
+    if not _allocated(kernel) or refusal.details.get("pid", own) != own:
+        return False
+    locks = isinstance(refusal, errors.ManagedMemory)
+    return locks or cuda_processes.uses_cuda_alone(kernel, cuda_processes.states(kernel))
+
+
+def _say_if_suspendable(kernel: KernelState, refusal: refusals.Refusal) -> None:
+    """Have the hint of a refused checkpoint say that the kernel can be suspended, if it can and is not."""
+    if not kernel.saved.cuda and _is_suspendable(kernel, refusal):
+        refusal.hint = f"{_CAN_BE_SUSPENDED} {refusal.default_hint}"
 
 
 def why_not(kernel: KernelState, *, writes: bool, suspended: bool = False) -> Callable[[int], str]:
@@ -292,8 +316,8 @@ def cuda_suspend(attempt: Attempt) -> None:
         try:
             with part("lock"):
                 locked = cuda_processes.lock(kernel)
-        except errors.UnsupportedCuda as error:
-            if attempt.goal is not State.SUSPENDED or using != [pid]:
+        except (errors.UnsupportedCuda, errors.DriverTooOld) as error:
+            if attempt.goal is not State.SUSPENDED or not cuda_processes.uses_cuda_alone(kernel, using):
                 raise
             unlockable = error
         else:
@@ -340,6 +364,12 @@ def cuda_suspend(attempt: Attempt) -> None:
                     capsule.unfreeze_threads()  # the lock alone does here, too
                     kernel.refusal = refusal
     except BaseException as error:
+        if attempt.goal is State.CHECKPOINTED and (
+            isinstance(error, errors.DriverTooOld)
+            or (isinstance(error, errors.UnsupportedCuda) and "cuda_result" in error.details)
+        ):
+            with contextlib.suppress(GpuCkptError):
+                _say_if_suspendable(kernel, error)
         # Nobody knows how far the driver came (its helper may have ended after the work was done), and the way back
         # needs proof of free memory: so the undo of this step inspects the process and completes the way back.
         raise PartlyDone(cuda=True) from error

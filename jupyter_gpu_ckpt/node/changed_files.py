@@ -82,7 +82,7 @@ def _database(
             advice, hard = _CONTINUES, False
     elif not (now.get("same") or now["wal"]):
         to_wal = shlex.join(["sqlite3", path, "PRAGMA journal_mode = WAL"])
-        advice = f"The kernel has it open in WAL mode, and cannot go on in another one. To change it back: `{to_wal}`."
+        advice = f"The kernel has it open in WAL mode, and cannot use another mode. To change it back: `{to_wal}`."
         hard = True
     elif now.get("same") or (_is_same_database(was, now) and was["wal"] == now["wal"]):
         advice, hard = _NOTICED, False
@@ -133,7 +133,7 @@ _CONTINUES = "The kernel continues with it as it is now."
 _NOTICED = "SQLite notices what others wrote into its database."
 _ROWS_LOST = (
     "What the kernel wrote last was in {0}, and is not in the database: put that file back as it was, with the "
-    "database. Or go on without what is lost: {1}."
+    "database. Or continue without what is lost: {1}."
 )
 _IN_A_QUERY = (
     "The kernel is in a transaction that reads it, whose queries may fail now, or return what was there before and "

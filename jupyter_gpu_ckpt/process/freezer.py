@@ -25,10 +25,13 @@ from jupyter_gpu_ckpt.process.ptrace import MACHINE, WALL, Tracee
 from jupyter_gpu_ckpt.process.syscalls import NUMBERS
 
 #: Names of threads of the CUDA driver, which serves others in them, and of the library that copies device memory.
-#: The one that suspends and resumes has a number in hexadecimal, as ``cuda00001400006``.  A name distinguishes the
-#: driver's threads, of which others do call back; that a thread is not the program's own says the function that it
-#: began with (`FrozenThreads._is_programs_own`).
+#: The one that suspends and resumes has a number in hexadecimal, as ``cuda00001400006``.  Only a name distinguishes
+#: the driver's threads, of which others do call back.  Any program can use such a name: see
+#: `FrozenThreads._is_programs_own`.
 _KEPT_RUNNING = re.compile(r"(cuda-EvtHandlr|cuda[0-9a-f]{11}|gpu-ckpt-(fast|copy))$")
+#: Those of the library among them; and what precedes the numbers of its threads in its memory (`own_threads.c`).
+_OF_LIBRARY, _OWN_THREADS = re.compile(r"gpu-ckpt-"), b"gpu-ckpt thread\0"
+_NUMBERS = struct.Struct("=256i")
 #: These, and libzmq's own threads, in a context with a prefix or without: they connect and accept, and never call CUDA.
 _NO_CALLER = re.compile(rf"{_KEPT_RUNNING.pattern}|(.*/)?ZMQbg(/|$)")
 #: Another such name may be the driver's, of a release that we do not know, or of a thread that should be frozen.
@@ -36,7 +39,7 @@ _AMBIGUOUS = re.compile(r"cuda(-|[0-9a-f]{4})")
 #: Libraries whose locks all threads need: a thread that waits for one may hold another lock meanwhile.
 _COMMON_LIBRARIES = re.compile(r"/(libc|ld|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan)([-_.][^/]*)?$")
 #: glibc's arenas but for the first begin at a multiple of this, with their lock in the first bytes (malloc/arena.c).
-_ARENA, _ARENA_HEAD = 64 << 20, 64
+_MALLOC_ARENA, _MALLOC_ARENA_HEAD = 64 << 20, 64
 #: futex(2): FUTEX_WAIT and FUTEX_WAIT_BITSET, without the flags for private ones and the clock.
 _FUTEX_COMMAND, _FUTEX_WAITS = 0x7F, (0, 9)
 #: glibc waits for a mutex by the first; condition variables and semaphores, of Python's locks, wait by the other.
@@ -52,6 +55,8 @@ _SHARED_CODE = re.compile(
 #: Code that makes system calls for others, whose names are on the stack; and the CUDA driver.
 _C_LIBRARY = re.compile(r"(^\[vdso\]|/(libc|libpthread|ld)([-_.][^/]*)?)$")
 _DRIVER = re.compile(r"/libcuda[.][^/]*$")
+#: The library that copies device memory, of any release.
+_LIBRARY = re.compile(r"/[^/]*_fastpath([-_.][^/]*)?$")
 #: The interpreter, in a program of its own or in a library: threads of a Python program begin in there.
 _PYTHON = re.compile(r"/(lib)?python[0-9][^/]*$")
 #: A thread that is stopped in there may have the lock of a queue that libzmq's own threads put something into.
@@ -200,18 +205,35 @@ class FrozenThreads:
         name = procfs.stat(self._pid, tid).name
         is_kept = kept.match(name) is not None
         may_be_drivers = not is_kept and not insist and _AMBIGUOUS.match(name) is not None
-        if not (is_kept or may_be_drivers) or self._is_programs_own(tid, shared):
+        if not (is_kept or may_be_drivers) or self._is_programs_own(tid, name, shared):
             return False
         if may_be_drivers:
             raise OSError(errno.ENOTSUP, "a thread may be the CUDA driver's, and may not")
         return True
 
-    def _is_programs_own(self, tid: int, shared: _Shared) -> bool:
+    def _is_programs_own(self, tid: int, name: str, shared: _Shared) -> bool:
         """Return whether the program began the thread, whatever it is called: its first thread, or one of Python's.
 
-        Of other threads, and with another C library than glibc, the name alone decides.
+        The library says which threads are its own.  Of the driver's and libzmq's only names are known, so of others,
+        and with another C library than glibc, the name alone decides.
         """
-        return tid == self._pid or (self._began_in(tid, shared.python) and not self._began_in(tid, shared.driver))
+        if tid == self._pid:
+            return True
+        if _OF_LIBRARY.match(name):
+            return not self._is_librarys(tid, shared)
+        return self._began_in(tid, shared.python) and not self._began_in(tid, shared.driver)
+
+    def _is_librarys(self, tid: int, shared: _Shared) -> bool:
+        """Return whether the library for device memory began the thread: it publishes the process's numbers of these.
+
+        Before it names such a thread: so one that has begun since ``shared`` was read is found as well.
+        """
+        own = int(procfs.status(self._pid, tid)["NSpid"].split()[-1])
+        try:
+            numbers = procfs.published(self._pid, shared.library, _OWN_THREADS, _NUMBERS.size)
+        except OSError:  # then it cannot be frozen, either
+            return False
+        return numbers is not None and own in _NUMBERS.unpack(numbers)
 
     def _freeze_one(self, tid: int, may_freeze: Callable[[int], bool]) -> None:
         try:
@@ -249,7 +271,7 @@ class FrozenThreads:
             return True
         if tid in self._frozen:
             return True
-        return kept.match(seen.name) is not None and not self._is_programs_own(tid, shared)
+        return kept.match(seen.name) is not None and not self._is_programs_own(tid, seen.name, shared)
 
     def _is_safe(self, tid: int, shared: _Shared, *, lenient: bool) -> bool:
         call = _SystemCall.of(self._pid, tid)
@@ -261,7 +283,7 @@ class FrozenThreads:
             address, command = call.arguments[0], call.arguments[1] & _FUTEX_COMMAND
             if command not in _FUTEX_WAITS:
                 return False  # it wakes another, and may hold a second lock meanwhile
-            waits_for_common_lock = address % _ARENA < _ARENA_HEAD or address in shared.data
+            waits_for_common_lock = address % _MALLOC_ARENA < _MALLOC_ARENA_HEAD or address in shared.data
             if command == _FUTEX_MUTEX and waits_for_common_lock:
                 return False  # it waits for malloc's lock, or the linker's, whose holder runs meanwhile
         elif lenient and call.number not in MACHINE.memory:
@@ -368,6 +390,8 @@ class _Shared(NamedTuple):
     driver: _AddressRanges
     libzmq: _AddressRanges
     python: _AddressRanges
+    #: The writable memory of the library for device memory.
+    library: list[procfs.MemoryMapping]
 
     @classmethod
     def of(cls, pid: int) -> _Shared:
@@ -386,4 +410,5 @@ class _Shared(NamedTuple):
             driver=named(_DRIVER),
             libzmq=named(_LIBZMQ),
             python=named(_PYTHON),
+            library=[each for each in mappings if each.permissions.startswith("rw") and _LIBRARY.search(each.name)],
         )

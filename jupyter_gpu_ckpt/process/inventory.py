@@ -373,6 +373,8 @@ class _Tree:
         self.pids = pids
         #: Eventfds that are semaphores, by their id: the processes that have them open.
         self.semaphores: dict[str, set[int]] = {}
+        #: Directories whose file server has not answered: it is asked once.
+        self.silent: set[str] = set()
         #: By process, ranges of addresses that are larger than this host's memory and count as used (`mappings`).
         self.large: dict[int, set[tuple[int, int]]] = {}
         facts = procfs.fields(procfs.read("/proc/meminfo"))
@@ -623,7 +625,7 @@ class _Process:
                         self.descriptor(number, seen)
                 except FileNotFoundError:  # closed since
                     pass
-                except (PermissionError, ProcessLookupError):  # of the whole process
+                except (PermissionError, ProcessLookupError, BlockingIOError):  # of the whole process, or the caller
                     raise
                 except OSError as error:
                     target = "a name that is too long"
@@ -688,11 +690,21 @@ class _Process:
         """
         if len(os.fsencode(name).rpartition(b"/")[2]) <= _LONGEST_NAME + len(_DELETED) or name.startswith("/memfd:"):
             return
-        if path := procfs.path_of_deleted(name, inode):
+        if path := self.path_of_deleted(name, inode):
             bytes = len(os.fsencode(os.path.basename(path)))
             what = f"a deleted file {used} whose name has {bytes} bytes ({path})"
             hint = f"Close it; or give the file a name of at most {_SAFE_NAME} bytes before it is deleted (os.rename)."
             self.refuse_file(what, hint)
+
+    def path_of_deleted(self, name: str, inode: int) -> str:
+        """Return as `procfs.path_of_deleted`; raises `TimeoutError`: the file's server does not answer."""
+        if (directory := os.path.dirname(name)) in self.tree.silent:
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), name)
+        try:
+            return procfs.path_of_deleted(name, inode, file_facts.is_there)
+        except TimeoutError:
+            self.tree.silent.add(directory)
+            raise
 
     def remaining_name(self, path: str, target: str, inode: int, number: int) -> None:
         """Refuse a file that has a name although this one was deleted, in a directory where its user may make none.
@@ -701,9 +713,9 @@ class _Process:
         """
         if os.geteuid() == 0 or not target.endswith(_DELETED) or not file_facts.names(path):
             return
-        if deleted := procfs.path_of_deleted(target, inode):
+        if deleted := self.path_of_deleted(target, inode):
             directory = os.path.dirname(deleted)
-            if os.path.isdir(directory) and not os.access(directory, os.W_OK | os.X_OK):
+            if file_facts.forbids_names(directory):
                 what = f"a file that was deleted under the name {deleted}, and has another one (descriptor {number})"
                 hint = f"Allow its user to write to {directory} (chmod u+wx), or close the file, and try again."
                 self.refuse_file(f"{what}, in a directory that its user may not write to", hint)
@@ -854,6 +866,8 @@ class _Process:
                 except TimeoutError:
                     what = f"a unix socket whose file cannot be reached ({where}, descriptor {number})"
                     self.found.refuse(what, "socket", "Close the socket and try again.")
+                except BlockingIOError:  # nothing is known of it
+                    raise
                 except OSError:
                     # Root's CRIU makes it again under a name of its own; an ordinary user's restore of it fails.
                     if os.geteuid() != 0 and sockets.is_found_by_path(sock):
@@ -876,17 +890,24 @@ class _Process:
         memfds = set[tuple[str, int]]()
         for mapping in procfs.maps(self.pid):
             self.mapping_name(mapping.name)
-            self.deleted_name(mapping.name, mapping.inode, "mapped")
-            if "\n" in mapping.name and os.geteuid() != 0 and not procfs.path_of_deleted(mapping.name, mapping.inode):
-                # An ordinary user's CRIU opens it by the name that /proc/PID/smaps shows.
-                what = f"memory of a file with a line break in its name ({mapping.name})"
-                self.refuse_file(what, "Rename the file, or close it, and try again.")
+            try:
+                self.mapped_file(mapping.name, mapping.inode)
+            except TimeoutError:
+                what = f"memory of a file that cannot be reached ({mapping.name})"
+                self.refuse_file(what, "Unmap it, or have its file server answer, and try again.")
             if mapping.name == "/dev/zero (deleted)" and os.geteuid() != 0:
                 self.shared_memory(mapping.end)
             elif mapping.name.startswith(shared_memory.MEMFD) and mapping.permissions[3] == "s":
                 memfds.add((mapping.device, mapping.inode))
         if memfds and os.geteuid() != 0 and "pidfd_getfd" not in self.mine.forbidden:
             self.memfds(memfds)
+
+    def mapped_file(self, name: str, inode: int) -> None:
+        self.deleted_name(name, inode, "mapped")
+        if "\n" in name and os.geteuid() != 0 and not self.path_of_deleted(name, inode):
+            # An ordinary user's CRIU opens it by the name that /proc/PID/smaps shows.
+            what = f"memory of a file with a line break in its name ({name})"
+            self.refuse_file(what, "Rename the file, or close it, and try again.")
 
     def memfds(self, mapped: set[tuple[str, int]]) -> None:
         """Refuse memfds, ``mapped`` by device and inode, that cannot be given a name as `shared_memory` does."""

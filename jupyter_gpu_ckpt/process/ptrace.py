@@ -222,7 +222,7 @@ class Tracee(contextlib.AbstractContextManager["Tracee"]):
             ptrace(PTRACE_CONT, self.tid, 0, status & 0xFF)
 
     def pass_signals(self) -> None:
-        """Let Linux do what is due when the stopped thread goes on (kernel/signal.c: get_signal).
+        """Let Linux do what is due when the stopped thread continues (kernel/signal.c: get_signal).
 
         It stops again before it gets a signal or runs an instruction.  Raises `OSError`.
         """

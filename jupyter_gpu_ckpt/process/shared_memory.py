@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import syscalls
+from jupyter_gpu_ckpt.process import file_facts, syscalls
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.ptrace import ProcessMemory
 
@@ -188,9 +188,19 @@ def _copy_file(source: str, target: str) -> None:
 
 
 def _deleted_path(name: str, inode: int) -> str:
-    """Return the path of deleted memory that CRIU may not save; empty for other files (`procfs.path_of_deleted`)."""
+    """Return the path of deleted memory that CRIU may not save; empty for other files (`procfs.path_of_deleted`).
+
+    Raises `UnsavableSharedMemory`: the file's server does not answer.
+    """
     in_dev = name.startswith((_SHARED_MEMORY, _ANONYMOUS + _DELETED)) or not name.startswith("/dev/")
-    return procfs.path_of_deleted(name, inode) if in_dev and not name.startswith(_NOT_FILES) else ""
+    if not in_dev or name.startswith(_NOT_FILES):
+        return ""
+    # No other server than Linux has most of such memory; a child process asks for the rest.
+    is_there = procfs.is_there if name.startswith((_SHARED_MEMORY, _ANONYMOUS, MEMFD)) else file_facts.is_there
+    try:
+        return procfs.path_of_deleted(name, inode, is_there)
+    except TimeoutError as error:
+        raise UnsavableSharedMemory(errno.ENOTSUP, f"{name}: its file server does not answer") from error
 
 
 def _living_names(pids: list[int]) -> dict[tuple[str, int], str]:
@@ -205,15 +215,22 @@ def _living_names(pids: list[int]) -> dict[tuple[str, int], str]:
                 found[key_of(entry.stat(follow_symlinks=False))] = entry.path
     for pid in pids:
         with contextlib.suppress(*procfs.GONE):
-            mapped = (each for each in procfs.maps(pid) if each.inode and each.permissions[3] == "s")
-            living = (each for each in mapped if procfs.is_there(each.name, each.inode))
-            found |= {(each.device, each.inode): each.name for each in living}
+            for each in procfs.maps(pid):
+                with contextlib.suppress(TimeoutError):  # what another process has mapped may be known by another name
+                    if each.inode and each.permissions[3] == "s" and file_facts.is_there(each.name, each.inode):
+                        found[each.device, each.inode] = each.name
     return found
 
 
 def key_of(facts: os.stat_result) -> tuple[str, int]:
     """Device and inode as proc_pid_maps(5) shows them."""
     return f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}", facts.st_ino
+
+
+def _key_of(path: str) -> tuple[str, int]:
+    """Return the same as `key_of`, by a path, without waiting for a file server."""
+    major, minor, inode = file_facts.identity(path)
+    return f"{major:02x}:{minor:02x}", inode
 
 
 def _deleted_files(pids: list[int]) -> dict[tuple[str, int], _File]:
@@ -229,7 +246,7 @@ def _deleted_files(pids: list[int]) -> dict[tuple[str, int], _File]:
     for pid in pids if found else ():
         with contextlib.suppress(*procfs.GONE):
             for number, name in procfs.links(pid):
-                key = key_of(os.stat(f"/proc/{pid}/fd/{number}")) if name.endswith(_DELETED) else ("", 0)
+                key = _key_of(f"/proc/{pid}/fd/{number}") if name.endswith(_DELETED) else ("", 0)
                 if key in found and _deleted_path(name, key[1]):
                     facts = procfs.fdinfo(pid, number)
                     found[key].opened.append(_Opened(pid, number, int(facts["flags"], 8), int(facts["pos"])))

@@ -27,11 +27,11 @@ from .policy import (
     SILENT_S,
     Decisions,
     GrantTurn,
-    LeaveReason,
     NeverFits,
     NodeSnapshot,
     Rules,
     SharedGpu,
+    SuspendReason,
     WaitFor,
 )
 
@@ -53,7 +53,7 @@ class SharedKernel(Protocol):
     def observe(self, now: float) -> bool:
         """Bring the member up to date; return False for a kernel that need not be looked at until it joins again."""
 
-    def must_leave(self, reason: LeaveReason) -> None:
+    def begin_suspend(self, reason: SuspendReason) -> None:
         """Begin to move the kernel's memory off the GPU, on another thread; called again until it is done."""
 
 
@@ -65,7 +65,7 @@ class Member:
         self._record = records.OwnRecord(exchange.directory)
         self._lock, self._removed = threading.Lock(), False
         #: Whether others know of the kernel, and how often it joined.
-        self.is_shown, self.joins, self.has_left = False, 0, False
+        self.is_shown, self.joins, self.is_detached = False, 0, False
         #: When the record was written last, and the end of the last silence: claims from before are void for others.
         self._written, self._silent_until = -math.inf, -math.inf
         self._participant = Participant(self._record.name, str(os.geteuid()), (), (), 0.0)
@@ -105,7 +105,7 @@ class Member:
     def claim_is_valid(self) -> bool:
         """Return whether all others know of the last claim: this server has not been silent since, nor is it now.
 
-        A server that was stopped goes on where it was, and others may have been granted its memory meanwhile.
+        A server that was stopped continues where it was, and others may have been granted its memory meanwhile.
         """
         with self._lock:
             claimed = self._participant.granted_at
@@ -151,10 +151,10 @@ class Exchange:
     def join(self, member: Member) -> None:
         """Have the member's kernel looked at, again and again, as long as its `observe` wants that.
 
-        Does nothing after `leave`.  Raises `RuntimeError` where the process may have no more threads.
+        Does nothing after `detach`.  Raises `RuntimeError` where the process may have no more threads.
         """
         with self._changed:
-            if member.has_left:
+            if member.is_detached:
                 return
             member.joins += 1
             if self._thread is None:
@@ -164,10 +164,10 @@ class Exchange:
                 self._thread = thread
             self._members[member.participant.kernel] = member
 
-    def leave(self, member: Member) -> None:
+    def detach(self, member: Member) -> None:
         """End the part of a kernel.  Its memory, if it has any, is another program's for all others."""
         with self._changed:
-            member.has_left = True
+            member.is_detached = True
             self._members.pop(member.participant.kernel, None)
             self._changed.notify_all()
         member.remove()
@@ -218,7 +218,7 @@ class Exchange:
         with self._changed:
             self._changed.wait(seconds)
 
-    def has_to_leave(self, member: Member) -> bool:
+    def should_suspend(self, member: Member) -> bool:
         """Return whether the last decisions want the member off its GPUs."""
         return any(each.kernel == member.participant.kernel for each in self._decisions.suspends)
 
@@ -255,7 +255,7 @@ class Exchange:
             return again if counts else None
 
     def _locks(self, locks: ExitStack, gpus: tuple[str, ...]) -> bool:
-        """Lock claims of these GPUs; return whether to go on.
+        """Lock claims of these GPUs; return whether to continue.
 
         Nobody has such a lock for long, but a server that is stopped, or a user who wants others to wait.  So it is
         done without after a while: the lock saves claims that would be contested, and `_is_contested` is sure.  The
@@ -410,7 +410,7 @@ class Exchange:
                     trace = None if isinstance(error, GpuCkptError | OSError) else error
                     _log.warning("GPUs cannot be shared now; it is tried again: %s", error, exc_info=trace)
                 self._failing = True
-                if error is not failure:  # that one is of a single kernel, and decisions go on
+                if error is not failure:  # that one is of a single kernel, and decisions continue
                     self._undecided = error
 
     def _observe(self, now: float) -> Exception | None:
@@ -450,7 +450,7 @@ class Exchange:
     def _act(self) -> None:
         for suspend in self._decisions.suspends:
             if (member := self._members.get(suspend.kernel)) is not None:
-                member.kernel.must_leave(suspend.reason)
+                member.kernel.begin_suspend(suspend.reason)
         for grant in self._decisions.grants:
             member = self._members.get(grant.kernel)
             # One that has to move is claimed by the thread that moves it.

@@ -33,7 +33,7 @@ class Turn:
     """The right to compute.
 
     ``since``: when it was granted, and from the end of the move to the GPU on that end.  ``seconds``: guaranteed from
-    then on; after that the turn goes on until somebody needs the GPU.  ``first``: the first turn of its cell.
+    then on; after that the turn continues until somebody needs the GPU.  ``first``: the first turn of its cell.
     ``factor``: by how much the thrash guard lengthens turns on these GPUs, ``factor_since``: since when.
     """
 

@@ -96,7 +96,7 @@ class NodeSnapshot:
     rules: Rules = field(default_factory=Rules)
 
 
-class LeaveReason(str, enum.Enum):
+class SuspendReason(str, enum.Enum):
     """The reason why a kernel has to leave."""
 
     MEMORY = "its memory is needed, and it is idle"
@@ -124,7 +124,7 @@ class SuspendFor:
     """The kernel has to leave its GPUs now."""
 
     kernel: str
-    reason: LeaveReason
+    reason: SuspendReason
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class _Stay:
     """Memory that is occupied on GPUs, by ``kernel``, or ("") by one that is planned to come.
 
     From ``end`` on it has to leave if it is needed, from ``cut`` on if one needs it that may cut turns; that takes
-    ``leave`` seconds.  ``frees``: as `Participant.frees`.
+    ``leave_seconds``.  ``frees``: as `Participant.frees`.
     """
 
     kernel: str
@@ -230,12 +230,12 @@ class _Stay:
     begin: float
     end: float
     cut: float
-    leave: float
+    leave_seconds: float
     frees: bool = False
 
     def released(self, cuts: bool, early: bool = False) -> float:
         """Return when the memory can be free; for one that arrives ``early``: when it begins to be, for sure."""
-        return (self.cut if cuts else self.end) + (0.0 if early and self.frees else self.leave)
+        return (self.cut if cuts else self.end) + (0.0 if early and self.frees else self.leave_seconds)
 
 
 @dataclass(frozen=True)
@@ -316,16 +316,16 @@ class _Round:
             return _Stay(each.kernel, needs, -math.inf, self.now, self.now, left, each.frees)
         # A kernel that needs more than it has gets it where it is.
         needs = _by_gpu(each.on, [max(pair) for pair in zip(each.resident, each.needs, strict=True)])
-        leave = max(_SOON_S, each.leave_seconds)
+        leave_seconds = max(_SOON_S, each.leave_seconds)
         if self._stays_put(each):
-            return _Stay(each.kernel, needs, -math.inf, math.inf, math.inf, leave)
+            return _Stay(each.kernel, needs, -math.inf, math.inf, math.inf, leave_seconds)
         end = cut = self.now
         if each.residence is Residence.ARRIVING:
             end = cut = max(self.now, moving + each.arrive_seconds)
         if (turn := each.turn) is not None:
             since = end if each.residence is Residence.ARRIVING else turn.since
             end, cut = max(end, since + turn.seconds), max(cut, since + self._least(turn))
-        return _Stay(each.kernel, needs, -math.inf, end, cut, leave)
+        return _Stay(each.kernel, needs, -math.inf, end, cut, leave_seconds)
 
     def _factor(self, gpu: str) -> tuple[int, float]:
         """Return by how much turns on the GPU are lengthened, and since when.
@@ -392,17 +392,17 @@ class _Round:
         by_user: dict[str, list[Participant]] = {}
         for each in waiting:
             by_user.setdefault(each.user, []).append(each)
-        spare = self._spare(by_user, served, seconds)
+        slack = self._slack(by_user, served, seconds)
         firsts = []
         for user, kernels in by_user.items():
             fresh = [each for each in kernels if not each.turns]
             new = [each for each in fresh if self._passes(each, [other for other in kernels if other is not each])]
-            passes = bool(new) and user not in placed and self._passes_users(user, spare, served)
+            passes = bool(new) and user not in placed and self._passes_users(user, slack, served)
             firsts.append((min(new or kernels, key=_seniority), passes))
         return firsts
 
     def _rest(self, cuts: bool) -> float:
-        """Return the seconds that turns under way go on; ``cuts``: for a new cell that passes all that wait."""
+        """Return the seconds that turns under way continue; ``cuts``: for a new cell that passes all that wait."""
         turns = [each.turn for each in self.alive.values() if each.turn is not None]
         ends = [turn.since + (self._least(turn) if cuts else turn.seconds) for turn in turns]
         return max(0.0, *(end - self.now for end in ends), 0.0)
@@ -419,7 +419,7 @@ class _Round:
         budget = (self._longest_turn() - self.rules.first_turn) * self._allotment(each.user).weight
         return all(self.used[each.kernel] - other.used_before.get(each.kernel, 0.0) <= budget for other in others)
 
-    def _spare(
+    def _slack(
         self, waiting: Mapping[str, Sequence[Participant]], served: Mapping[str, float], seconds: float
     ) -> dict[str, float]:
         """Return, by user that waits, the seconds of new cells that may still pass.
@@ -430,21 +430,21 @@ class _Round:
         """
         turns = {user: self._next_turn(user, waiting.get(user, ())) for user in self.kernels}
         weights = {user: self._allotment(user).weight for user in self.kernels}
-        before, spare = 0.0, {}
+        before, slack = 0.0, {}
         for user in sorted(self.kernels, key=lambda user: (served[user], user)):
             if user in waiting and served[user] <= self.now and user not in self.served_now:  # nor placed once
                 since = max(min(_waits(each) for each in waiting[user]), served[user])
                 allowed = self._longest_turn_since(since) * (sum(weights.values()) - weights[user])
-                spare[user] = allowed - (self.now - since) - seconds - before
+                slack[user] = allowed - (self.now - since) - seconds - before
             before += turns[user]
-        return spare
+        return slack
 
-    def _passes_users(self, user: str, spare: Mapping[str, float], served: Mapping[str, float]) -> bool:
+    def _passes_users(self, user: str, slack: Mapping[str, float], served: Mapping[str, float]) -> bool:
         """Return whether a new cell of a user comes before all other users that wait."""
         first = self._next_turn(user, ())
         return all(
             first <= seconds + (first if (served[user], user) < (served[other], other) else 0.0)
-            for other, seconds in spare.items()
+            for other, seconds in slack.items()
             if other != user
         )
 
@@ -554,14 +554,14 @@ class _Round:
         """Return the kernels that have to leave now, for those that start as soon as these have left."""
         granted = {one.queued.participant.kernel for one in planned if one.start <= self.now}
         coming = [each for each in planned if each.start <= self._soon(each, granted)]
-        room = {uuid: gpu.total - gpu.others for uuid, gpu in self.gpus.items()}
+        headroom = {uuid: gpu.total - gpu.others for uuid, gpu in self.gpus.items()}
         cutting: set[str] = set()
         for one in coming:
-            _take(room, _by_gpu(one.gpus, one.queued.participant.needs))
+            _reserve(headroom, _by_gpu(one.gpus, one.queued.participant.needs))
             cutting |= set(one.gpus) if one.queued.cuts else set()
         arriving = {one.queued.participant.kernel for one in coming}
         order = {one.queued.participant.kernel: number for number, one in enumerate(planned)}
-        leavers = []
+        candidates = []
         for stay in self.stays:
             if not stay.kernel or stay.kernel in arriving:
                 continue
@@ -570,16 +570,16 @@ class _Round:
                 continue
             due = stay.cut if cutting.intersection(each.on) else stay.end
             if each.residence is Residence.PRESENT and due <= self.now:
-                leavers.append((_worth(each, order), stay))
+                candidates.append((_worth(each, order), stay))
             else:
-                _take(room, stay.needs)
+                _reserve(headroom, stay.needs)
         found = []
-        for _, stay in sorted(leavers, key=lambda pair: pair[0]):
-            if all(room.get(gpu, 0) >= need for gpu, need in stay.needs.items()):
-                _take(room, stay.needs)
+        for _, stay in sorted(candidates, key=lambda pair: pair[0]):
+            if all(headroom.get(gpu, 0) >= need for gpu, need in stay.needs.items()):
+                _reserve(headroom, stay.needs)
             else:
                 each = self.alive[stay.kernel]
-                found.append(SuspendFor(stay.kernel, LeaveReason.MEMORY if each.turn is None else LeaveReason.TURN))
+                found.append(SuspendFor(stay.kernel, SuspendReason.MEMORY if each.turn is None else SuspendReason.TURN))
         return tuple(sorted(found, key=lambda each: each.kernel))
 
     def _soon(self, planned: _Planned, granted: set[str]) -> float:
@@ -653,6 +653,6 @@ def _by_gpu(gpus: Sequence[str], needs: Sequence[int]) -> dict[str, int]:
     return dict(zip(gpus, needs, strict=True))
 
 
-def _take(room: dict[str, int], needs: Mapping[str, int]) -> None:
+def _reserve(headroom: dict[str, int], needs: Mapping[str, int]) -> None:
     for gpu, need in needs.items():
-        room[gpu] = room.get(gpu, 0) - need
+        headroom[gpu] = headroom.get(gpu, 0) - need

@@ -20,7 +20,7 @@ from ..cuda.checkpoint_api import DriverRefused
 from ..cuda.cuda import Cuda
 from ..cuda.gpus import Gpus
 from ..cuda.helper_client import Caller
-from ..errors import CudaError, HelperGone
+from ..errors import CudaError, DriverTooOld, HelperGone
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 OPERATING_SYSTEM = 304
@@ -91,6 +91,7 @@ class FakeDriver:
 
     ``calls`` lists the operations and their processes; ``crash_in`` names operations during which the helper ends
     (each once, before anything is done); ``refuse`` gives the number with which an operation is refused, until removed.
+    ``too_old``: it has no functions that suspend processes.
     ``mig``: GPUs in multi-instance mode, whose processes are refused.
     ``hides_processes``: NVML does not say which processes compute, as with MIG.
     """
@@ -102,6 +103,7 @@ class FakeDriver:
         self.crash_in: set[str] = set()
         self.refuse: dict[str, int] = {}
         self.hides_processes = False
+        self.too_old = False
         self.mig: set[str] = set()
         self._pids = itertools.count(1000)
         self._guard = threading.Lock()
@@ -135,6 +137,9 @@ class FakeDriver:
         """Run an operation as the helper process does, under one lock, so that threads see whole operations."""
         with self._guard:
             self.calls.append((op, lane))
+            if self.too_old and op.startswith("cuda."):
+                message = "The NVIDIA driver supports CUDA 12.4; checkpoints need 12.8."
+                raise DriverTooOld(message, reason="driver-too-old")
             if op in self.crash_in:
                 self.crash_in.remove(op)
                 raise HelperGone(f"The CUDA helper ended during {op}.", op=op, pid=lane)

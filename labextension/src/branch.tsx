@@ -63,7 +63,7 @@ async function confirm({ trans }: IContext, name: string, plan: IBranchPlan): Pr
       title: trans.__('No kernel can be started from %1', name),
       body: (
         <div className="jp-gpuCkpt-explain">
-          <p>{trans.__('Two kernels must not go on with this:')}</p>
+          <p>{trans.__('Two kernels must not continue with this:')}</p>
           <List lines={unsafe} />
           <p>{trans.__('End it in the kernel and save again.')}</p>
         </div>

@@ -66,7 +66,7 @@ export class NotebookKernel implements IDisposable {
   }
 
   private _moved(_: Kernels, model: KernelModel | null): void {
-    this._hurry();
+    this._reconnect();
     if (model === null || model.id === this.context.session?.kernel?.id) {
       this._changed.emit();
     }
@@ -98,19 +98,19 @@ export class NotebookKernel implements IDisposable {
    * JupyterLab tries seven times, after ever longer pauses (up to a minute), and then no more: a server that was away
    * for longer would have to be waited for, or the page reloaded.
    */
-  private _hurry(): void {
+  private _reconnect(): void {
     const kernel = this.context.session?.kernel;
-    if (!this._lost || !kernel || !this.kernels.find(kernel.id) || Date.now() - this._hurried < PATIENCE) {
+    if (!this._lost || !kernel || !this.kernels.find(kernel.id) || Date.now() - this._reconnected < PATIENCE) {
       return;
     }
-    this._hurried = Date.now();
+    this._reconnected = Date.now();
     kernel.reconnect().catch(() => undefined); // it retries by itself
   }
 
   private readonly _changed = new Signal<this, void>(this);
   private _disposed = false;
   private _had = false;
-  private _hurried = 0;
+  private _reconnected = 0;
   private _lost = false;
 }
 

@@ -47,7 +47,7 @@ test('another kernel is started from a save point, and its notebook is opened', 
   expect(commands.execute).toHaveBeenCalledWith('docmanager:open', { path: 'b.ipynb' });
 });
 
-test('what two kernels must not go on with is said before, and nothing is begun', async () => {
+test('what two kernels must not continue with is said before, and nothing is begun', async () => {
   client.branchPlan.mockResolvedValue({ ...plan, unsafe: ['a transaction of the database x.db'] });
   expect(await start()).toEqual(['No kernel can be started from p']);
   expect(client.branch).not.toHaveBeenCalled();

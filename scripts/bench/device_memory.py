@@ -65,7 +65,7 @@ TURNS = 8
 #: Host memory is used once before, by so many processes: a machine's may grow on first use.
 WARMERS = 8
 #: GiB of host memory that are left then.
-SPARE = 8
+UNUSED = 8
 #: For cells and programs, in seconds.
 DEADLINE = 180
 TRAINING = ("PyTorch, a training step", fastpath.TRAINING)
@@ -660,7 +660,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts |= {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "rounds": options.rounds}
     bench, report = Bench(root, base, options.rounds, options.images), Report(facts)
     try:
-        warm(min(max(ROWS[name].host_gib for name in names), available_memory() // GIB - SPARE))
+        warm(min(max(ROWS[name].host_gib for name in names), available_memory() // GIB - UNUSED))
         run(names, bench, report, seconds=options.seconds - (time.monotonic() - began))
     finally:
         shutil.rmtree(root, ignore_errors=True)

@@ -237,7 +237,7 @@ def moves_table(figures: dict[str, Figures]) -> str:
     for name, each in figures.items():
         if each.written_a_day:
             rows.append(
-                f"| {name} | {each.wakes:,.0f} | {each.cells_at_once:.0%} | {each.over_room:.1%} | "
+                f"| {name} | {each.wakes:,.0f} | {each.cells_at_once:.0%} | {each.long_waits:.1%} | "
                 f"{each.written_a_day / 1e12:.1f} / {each.read_a_day / 1e12:.1f} TB | "
                 f"{each.peak_node_rate / 1e9:.1f}, {each.peak_cluster_rate / 1e9:.1f} GB/s | "
                 f"{each.stored_peak / 1e12:.1f} TB | {each.memory_peak / GIB:,.0f} GiB | {each.crowded:.0%} |"
@@ -265,7 +265,7 @@ def sweep_table(what: str, sweep: plots.Sweep) -> str:
         for value, each in points:
             rows.append(
                 f"| {form.format(value)} | {name} | {each.turned_away:.1%} | "
-                f"{seconds(each.wait_p50)} / {seconds(each.wait_p99)} | {each.over_room:.1%} | "
+                f"{seconds(each.wait_p50)} / {seconds(each.wait_p99)} | {each.long_waits:.1%} | "
                 f"{each.cells_at_once:.0%} | {each.idle:,.0f} | {each.stored_peak / 1e12:.1f} TB | "
                 f"{each.memory_peak / GIB:,.0f} GiB | {each.refused:,.0f} |"
             )

@@ -110,7 +110,7 @@ def sensitivity(sweeps: dict[str, Sweep], path: Path) -> None:
                 continue
             away = [100 * each.turned_away for _, each in points]
             axes.plot(values, away, "o-", color=colours[name], label=f"{name}: turned away, %", markersize=3)
-            wait = [100 * each.over_room for _, each in points]
+            wait = [100 * each.long_waits for _, each in points]
             label_ = f"{name}: waits > 10 s for a GPU, % of starts and wakes"
             axes.plot(values, wait, "o--", color=colours[name], label=label_, markersize=3, alpha=0.6)
         axes.set_xlabel(label)

@@ -104,7 +104,7 @@ class SharedGpus:
         self.totals = Totals()
         #: Bytes by GPU of programs that do not take part.
         self.others: Counter[str] = Counter()
-        #: Kernels whose servers do nothing for now, and what they do when they go on.
+        #: Kernels whose servers do nothing for now, and what they do when they continue.
         self.stopped: dict[str, list[Callable[[], None]]] = {}
         self._last = 0.0
         self._due: float | None = None
@@ -145,7 +145,7 @@ class SharedGpus:
             self._cell_ended(kernel)
             self.settle()
 
-    def leave(self, kernel: str) -> None:
+    def suspend_idle(self, kernel: str) -> None:
         """Suspend an idle kernel that is on a GPU, because its own server wants that."""
         self._advance()
         self._suspend(kernel)
@@ -158,7 +158,7 @@ class SharedGpus:
         self.settle()
 
     def stop(self, kernel: str) -> None:
-        """Stop the server of a kernel, which goes on computing if it does."""
+        """Stop the server of a kernel, which continues computing if it does."""
         if kernel not in self.stopped:
             self._advance()
             self.records[kernel] = replace(self.records[kernel], alive_at=self.env.now)

@@ -164,7 +164,7 @@ class SharingCluster(Cluster):
             return
         kernel.settled = self.env.event()
         if record.residence is Residence.PRESENT:
-            share.leave(name)
+            share.suspend_idle(name)
             yield self.env.timeout(record.leave_seconds + _AGAIN)
         share.end(name)
         image = self._image(kernel)

@@ -212,8 +212,8 @@ def replay(path: Path) -> dict[str, Any]:
 
     lives = []
     for kernel in run["kernels"]:
-        leave, arrive = kernel["leave_seconds"], kernel["arrive_seconds"]
-        moves += (sum(leave) + sum(arrive)) * len(kernel["needs"])
+        leaving, arriving = kernel["leave_seconds"], kernel["arrive_seconds"]
+        moves += (sum(leaving) + sum(arriving)) * len(kernel["needs"])
         node.join(
             Participant(
                 kernel=kernel["kernel"],
@@ -221,8 +221,8 @@ def replay(path: Path) -> dict[str, Any]:
                 gpus=tuple(kernel["gpus"]),
                 needs=tuple(kernel["needs"]),
                 alive_at=ALIVE,
-                leave_seconds=sum(leave) / max(1, len(leave)),
-                arrive_seconds=sum(arrive) / max(1, len(arrive)),
+                leave_seconds=sum(leaving) / max(1, len(leaving)),
+                arrive_seconds=sum(arriving) / max(1, len(arriving)),
             )
         )
         lives.append(env.process(life(kernel)))

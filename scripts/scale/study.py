@@ -18,7 +18,7 @@ from jupyter_gpu_ckpt.server.idle.policy import Rule
 SEEDS = (1, 2, 3)
 MINUTE = 60.0
 #: Seconds a wake waits before its cell fails with GPU_FULL (`LifecycleSettings.reservation`).
-ROOM = 10.0
+RESERVATION = 10.0
 #: Bytes of an NVIDIA H200, as NVML tells.
 H200 = 139 * GIB
 #: GPU-hours of the cluster in a week.
@@ -63,7 +63,7 @@ class Figures:
     wakes: float
     wait_p50: float
     wait_p99: float
-    over_room: float
+    long_waits: float
     cells_at_once: float
     written_a_day: float
     read_a_day: float
@@ -100,7 +100,9 @@ def figures(results: Sequence[Result]) -> Figures:
         wakes=mean(lambda result: len(result.wakes) / weeks),
         wait_p50=percentile(waits, 0.5),
         wait_p99=percentile(waits, 0.99),
-        over_room=mean(lambda result: sum(wake.queued > ROOM for wake in result.wakes) / max(1, len(result.wakes))),
+        long_waits=mean(
+            lambda result: sum(wake.queued > RESERVATION for wake in result.wakes) / max(1, len(result.wakes))
+        ),
         cells_at_once=mean(lambda result: 1 - sum(wake.seconds > 1.0 for wake in result.wakes) / max(1, result.cells)),
         written_a_day=mean(lambda result: _bytes(result, read=False) / result.measured * DAY),
         read_a_day=mean(lambda result: _bytes(result, read=True) / result.measured * DAY),

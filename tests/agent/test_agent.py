@@ -190,7 +190,7 @@ def test_a_quiesced_kernel_that_nobody_thaws_heals_itself_before_the_next_cell(s
     assert sorted(said.replace("from the child", "from the child\n").split()) == ["0", "child", "from", "the"]
 
 
-def test_random_numbers_go_on_as_if_nothing_had_been(start: Callable[..., Any]) -> None:
+def test_random_numbers_continue_as_if_nothing_had_been(start: Callable[..., Any]) -> None:
     pytest.importorskip("numpy", reason="numpy is missing: pip install numpy")
     kernel = start()
     kernel.run("import random, numpy, pickle; random.seed(1); numpy.random.seed(1); rng = numpy.random.default_rng(1)")

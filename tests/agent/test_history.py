@@ -43,7 +43,7 @@ def write_out(kernel: Any) -> None:
     kernel.run("get_ipython().history_manager.writeout_cache()")
 
 
-def test_the_session_goes_on_and_other_kernels_write_meanwhile(start: Callable[..., Any], database: Path) -> None:
+def test_the_session_continues_and_other_kernels_write_meanwhile(start: Callable[..., Any], database: Path) -> None:
     kernel = start()
     session = kernel.run(SESSION)
     kernel.run("x = 'before'")

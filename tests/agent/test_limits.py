@@ -41,7 +41,7 @@ async def sleeps_and_wakes(kernel) -> None:
 async def test_a_magic_needs_nothing_that_a_kernel_may_not_have(kernel, limit, line):
     await kernel.run(f"x = 5\n{LIMITS}{FILES}")
     for free in range(6):
-        await kernel.run(f"leave({limit!r}, {free})")
+        await kernel.run(f"allow({limit!r}, {free})")
         await kernel.run(f"%gpu_checkpoint {line}")
         await lives(kernel)
 
@@ -50,7 +50,7 @@ async def test_a_magic_needs_nothing_that_a_kernel_may_not_have(kernel, limit, l
 async def test_a_checkpoint_succeeds_or_says_what_it_lacks_and_the_kernel_wakes(kernel, limit):
     await kernel.run(f"x = 5\n{LIMITS}{FILES}")
     for free in (*range(9), 12, 20):
-        await kernel.run(f"leave({limit!r}, {free})")
+        await kernel.run(f"allow({limit!r}, {free})")
         try:
             await sleeps_and_wakes(kernel)
         except CellFailed as refused:

@@ -83,7 +83,7 @@ async def test_status_is_answered_while_the_cell_runs_and_changes_nothing(kernel
 
 async def test_from_an_async_cell_and_from_a_function(kernel):
     assert "possible" in await kernel.run("import asyncio; await asyncio.sleep(0)\n%gpu_checkpoint --status")
-    await kernel.run("def leave():\n    get_ipython().run_line_magic('gpu_checkpoint', '')\nleave()")
+    await kernel.run("def sleep():\n    get_ipython().run_line_magic('gpu_checkpoint', '')\nsleep()")
     await kernel.settled("checkpointed")
 
 

@@ -16,7 +16,7 @@ def deleted(kernel: Any) -> list[str]:
     return [path for path in lines if not path.startswith("/dev/zero")]
 
 
-def test_the_semaphores_of_tqdm_are_rehomed_and_tqdm_goes_on(start: Callable[..., Any]) -> None:
+def test_the_semaphores_of_tqdm_are_rehomed_and_tqdm_continues(start: Callable[..., Any]) -> None:
     pytest.importorskip("tqdm", reason="tqdm is missing: pip install tqdm")
     kernel = start()
     kernel.run("from tqdm import tqdm; bar = tqdm(total=4); bar.update(1)")

@@ -121,7 +121,7 @@ async def test_a_panel_follows_what_others_do_and_survives_it_twice(browser):
 @ordinary_users
 async def test_a_panel_of_a_kernel_that_may_have_no_more_threads_is_found_by_another_server(browser):
     kernel = browser.kernel
-    await browser.run(f"{LIMITS}leave('NPROC', -5)")
+    await browser.run(f"{LIMITS}allow('NPROC', -5)")
     await browser.run("%gpu_checkpoint")
     await browser.listen(lambda: "checkpointed" in browser.shown("state"))
     kernel.provisioner.agent_requests.panel = None

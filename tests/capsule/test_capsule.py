@@ -225,7 +225,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize("reaped", [False, True])
 def test_a_restore_whose_kernel_was_killed_ends_soon(capsule, reaped):
-    """CRIU would wait for it: one that goes on without its kernel is killed, one that has noticed it is not."""
+    """CRIU would wait for it: one that continues without its kernel is killed, one that has noticed it is not."""
     code = f"""
 import os, time
 open("/proc/sys/kernel/ns_last_pid", "w").write("8999")
@@ -382,7 +382,7 @@ def test_close_leaves_nothing_behind(directory):
 
 
 def test_close_ends_a_capsule_whose_outer_process_was_killed(capsule):
-    """Its PID 1 is nobody's child then, and goes on: it would be a second copy of a kernel that has an image."""
+    """Its PID 1 is nobody's child then, and continues: it would be a second copy of a kernel that has an image."""
     sleeper(capsule)
     kernel, outer = capsule.host_pid, capsule._outer.pid
     os.kill(outer, signal.SIGKILL)

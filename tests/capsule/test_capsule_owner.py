@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from jupyter_gpu_ckpt.capsule import capsule as under_test
 from jupyter_gpu_ckpt.capsule.capsule import Capsule, Ran
 from jupyter_gpu_ckpt.capsule.init import Init
 from jupyter_gpu_ckpt.capsule.protocol import VERSION
-from jupyter_gpu_ckpt.errors import CapsuleGone, ProtocolVersion
+from jupyter_gpu_ckpt.errors import CapsuleGone, LimitReached, ProtocolVersion
 from jupyter_gpu_ckpt.kernel import registry
 
 OWNER = """
@@ -111,6 +112,16 @@ def test_no_request_of_another_version_is_done(directory, monkeypatch):
                     capsule._request({"verb": verb})
             capsule.cancel_criu()
         assert capsule.poll() is None
+
+
+def test_an_inspection_for_which_the_init_gets_no_more_says_that_a_limit_is_reached(directory):
+    with sleeper(Capsule.create(directory)) as capsule:
+        soft, hard = resource.prlimit(capsule._init_pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(capsule._init_pid, resource.RLIMIT_NOFILE, (3, hard))
+        with pytest.raises(LimitReached, match="file descriptors"):
+            capsule.inspect()
+        resource.prlimit(capsule._init_pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert "refusals" in capsule.inspect()
 
 
 @pytest.mark.parametrize("grace", [0.0, 10.0], ids=["killed", "gives up"])
@@ -219,7 +230,7 @@ def test_closing_an_attached_capsule_ends_it(directory, monkeypatch):
     kill(process)
     capsule = Capsule.attach(directory)
     descriptors = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(under_test, "ANSWER", 1000)  # what were waited for in vain would end this test
+    monkeypatch.setattr(under_test, "ANSWER", 1000)  # an answer that never comes would end this test
     capsule.close()
     assert alive(pids[:1]) == []
     until(lambda: alive(pids) == [])

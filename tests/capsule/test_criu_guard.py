@@ -90,7 +90,7 @@ def polls():
     far.send(b"word")
     return quiet and bool(poll.poll()) and near.recv(10) == b"word"
 
-def everybody_goes_on():
+def everybody_continues():
     before, deadline = dict(beats), time.monotonic() + 60
     while any(beats.get(name) == before.get(name) for name in going):
         if time.monotonic() > deadline:
@@ -112,7 +112,7 @@ while True:
         continue
     os.unlink(request)
     report = {
-        "goes on": everybody_goes_on(),
+        "continues": everybody_continues(),
         "wrong": wrong,
         "random": ours.random() == same.random(),
         "parasites": sum("CRIUMFD" in line for line in open("/proc/self/maps")),
@@ -193,7 +193,7 @@ def pools():
 def test_killed_at_any_of_its_ptrace_calls(killed_at, criu_binary, capsule, home, kills, more, most):
     subject = Subject(capsule, home, more)
     healthy = subject.report()
-    assert (healthy["goes on"], healthy["wrong"], healthy["random"]) == (True, [], True)
+    assert (healthy["continues"], healthy["wrong"], healthy["random"]) == (True, [], True)
     killed = []
     for number in random.Random(kills).sample(range(1, most + 1), kills):
         try:
@@ -318,7 +318,7 @@ def test_a_process_that_does_not_stop_is_not_dumped(criu_binary, capsule, home):
         Criu(criu_binary.argv).dump(capsule, home / "image", timeout=60)
     assert "Try again" in caught.value.hint
     assert subject.report() == healthy
-    with open(home / "fifo", "wb"):  # the child goes on, and ends
+    with open(home / "fifo", "wb"):  # the child continues, and ends
         pass
 
 
@@ -385,7 +385,7 @@ def test_a_process_that_cannot_be_repaired_continues_all_the_same(process, monke
     monkeypatch.setattr(criu_guard, "resume", refused)
     with pytest.raises(OSError, match=f"process {process.pid}: PermissionError: another tracer"):
         stopped.resume()
-    until(lambda: criu_guard._state(process.pid, process.pid) == "S", "it goes on")
+    until(lambda: criu_guard._state(process.pid, process.pid) == "S", "it continues")
 
 
 def test_a_thread_that_stops_too_late_is_let_go_then(process, monkeypatch):
@@ -534,7 +534,7 @@ def test_the_waits_of_other_threads_begin_again_after_a_dump_that_a_timer_s_sign
 
 
 def test_all_are_back_in_their_stop_when_criu_begins(monkeypatch, tmp_path):
-    """Changes for a dump are made by a tracer, which lets a process go on to its stop a moment later."""
+    """Changes for a dump are made by a tracer, which lets a process continue to its stop a moment later."""
 
     class Prepared:
         has_injected = True

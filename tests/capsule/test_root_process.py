@@ -83,7 +83,7 @@ ORPHANS = {
         "shell, end = pty.fork()\n"
         "shell or os.execlp('sh', 'sh', '-c', '(sleep 1000 & echo $!); read line; exec sleep 1000')\n"
         "pid = int(os.read(end, 99))\n"
-        "os.write(end, b'go on\\n'); time.sleep(0.2); os.read(end, 99)",
+        "os.write(end, b'continue\\n'); time.sleep(0.2); os.read(end, 99)",
         "relations(pid)[:4], relations(shell), os.getsid(pid) == shell",  # CRIU gives a terminal to leaders only
         "None",
     ),

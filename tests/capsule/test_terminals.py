@@ -225,12 +225,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 async def test_a_terminal_that_could_not_come_back_is_refused_and_can_be_closed(kernel, kind):
-    prepare, words, mend = REFUSED[kind]
+    prepare, words, close = REFUSED[kind]
     await kernel.run(SETUP + prepare)
     with pytest.raises(UnsupportedTerminal, match=words):
         await kernel.provisioner.checkpoint()
     assert kernel.state == "running"
-    await kernel.run(mend)
+    await kernel.run(close)
     await kernel.provisioner.checkpoint()
     assert await kernel.run("print('awake')") == "awake"
 
@@ -361,10 +361,10 @@ async def test_a_kernel_comes_back_without_what_does_not_fit(kernel, monkeypatch
 async def test_a_dump_that_is_undone_keeps_unread_bytes(kernel, monkeypatch):
     await kernel.run(SETUP + "m, s = pty.openpty(); os.write(s, b'said'); os.write(m, b'line\\nhalf')")
 
-    def no_room(*_: object, **__: object) -> None:
-        raise NoSpace("no room")
+    def full(*_: object, **__: object) -> None:
+        raise NoSpace("The disk is full.")
 
-    monkeypatch.setattr(Draft, "publish", no_room)
+    monkeypatch.setattr(Draft, "publish", full)
     with pytest.raises(NoSpace):
         await kernel.provisioner.checkpoint()
     await kernel.run("os.write(m, b'!\\n'); heard = b''\nwhile not heard.endswith(b'!\\r\\n'): heard += os.read(m, 99)")
@@ -384,11 +384,11 @@ async def test_a_dump_that_is_undone_keeps_dev_tty(kernel, monkeypatch):
     )
     before = await kernel.run("print(all_of_it())")
 
-    def no_room(*_: object, **__: object) -> None:
-        raise NoSpace("no room")
+    def full(*_: object, **__: object) -> None:
+        raise NoSpace("The disk is full.")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Draft, "publish", no_room)
+        patched.setattr(Draft, "publish", full)
         with pytest.raises(NoSpace):
             await kernel.provisioner.checkpoint()
     assert await kernel.run("print(all_of_it())") == before

@@ -125,10 +125,10 @@ async def test_watches_stay_when_a_dump_is_undone(kernel, monkeypatch):
     await kernel.run("events(), add('w', 0x80000100)")
     before = await kernel.run("print(watched())")
 
-    def no_room(*_: object, **__: object) -> None:
-        raise NoSpace("no room")
+    def full(*_: object, **__: object) -> None:
+        raise NoSpace("The disk is full.")
 
-    monkeypatch.setattr(Draft, "publish", no_room)
+    monkeypatch.setattr(Draft, "publish", full)
     with pytest.raises(NoSpace):
         await kernel.provisioner.checkpoint()
     assert await kernel.run("print(watched())") == before

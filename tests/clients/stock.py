@@ -85,7 +85,7 @@ class Blocking:
         run_sync(self.provisioner.restore)()
 
     def settled(self, state: str, timeout: float = 60) -> None:
-        """Wait for ``state``; a wake goes on tidying up after the cell that caused it was answered."""
+        """Wait for ``state``; a wake continues tidying up after the cell that caused it was answered."""
         until(lambda: self.state == state, f"the kernel is {state}", timeout)
 
 

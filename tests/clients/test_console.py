@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(120)
 
 #: jupyter_console ends its wait for a cell's output at any idle of its session, so also at that of its own first
 #: question if it reads it before the cell's busy - and a cell that wakes the kernel is not busy before the kernel is
-#: there.  The output is then shown at the next line, or when it comes by a console that goes on listening.
+#: there.  The output is then shown at the next line, or when it comes by a console that continues listening.
 LISTENING = "--ZMQTerminalInteractiveShell.include_other_output=True"
 
 

@@ -37,4 +37,4 @@ def test_a_notebook_that_a_command_runs_sleeps_and_wakes(tmp_path: Path, runtime
     assert "after this cell" in asked.outputs[0].text
     assert last.outputs[0].data["text/plain"] == "42"
     assert (tmp_path / "images").is_dir(), "it has slept"
-    assert list((tmp_path / "images").glob("*/manifest.json")) == [], "and has gone on from its image"
+    assert list((tmp_path / "images").glob("*/manifest.json")) == [], "and has continued from its image"

@@ -28,7 +28,7 @@ def png() -> str:
     return base64.b64encode(image).decode()
 
 
-#: Every kind of output, and state of kinds that later cells go on with.
+#: Every kind of output, and state of kinds that later cells continue with.
 CELLS: list[tuple[str, list[str]]] = [
     (
         "import sys\n"

@@ -34,7 +34,7 @@ def test_a_thread_that_is_never_in_a_safe_place(home, capsule, criu, monkeypatch
     assert caught.value.hint
     assert list(Path(home / "image").iterdir()) == []
     before = beats.stat().st_size
-    until(lambda: beats.stat().st_size > before + 2, "it goes on")
+    until(lambda: beats.stat().st_size > before + 2, "it continues")
 
 
 #: A child and its parent, each interrupted by three timers a thousand times a second.
@@ -65,4 +65,4 @@ def test_periodic_timers_do_not_disturb_a_dump(home, capsule, criu):
         criu.dump(capsule, directory, timeout=30)
         capsule.resume_processes()
         before = beats.stat().st_size
-        until(lambda before=before: beats.stat().st_size > before, "the timers go on")
+        until(lambda before=before: beats.stat().st_size > before, "the timers continue")

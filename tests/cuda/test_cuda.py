@@ -50,6 +50,22 @@ class TestCuda:
         assert caught.value.details["cuda_result"] == number
         assert caught.value.details["pid"] == os.getpid()
 
+    @pytest.mark.parametrize("files", [["/dev/nvidia0"], []])
+    @pytest.mark.parametrize("how", ["by its version", "by a function that it lacks"])
+    def test_a_driver_that_is_too_old_has_suspended_nothing(self, monkeypatch, files, how):
+        class TooOld(Refuses):
+            def call(self, op, **args):
+                if how == "by its version":
+                    raise DriverTooOld("Old.", reason="driver-too-old")
+                super().call(op, **args)
+
+        cuda = Cuda(TooOld(500))
+        monkeypatch.setattr(cuda, "uses_cuda", lambda pid: True)
+        monkeypatch.setattr(cuda, "device_files", lambda pid: files)
+        assert cuda.state(os.getpid()) is (CudaState.RUNNING if files else CudaState.NONE)
+        with pytest.raises(DriverTooOld):
+            cuda.lock(os.getpid(), 1)
+
     def test_this_process_has_no_cuda_and_no_helper_is_started_for_it(self):
         with Cuda() as cuda:
             assert cuda.state(os.getpid()) is CudaState.NONE
@@ -81,15 +97,15 @@ class TestCuda:
             process.stdin.close()
 
     def test_a_thread_is_not_a_process(self):
-        ready, leave = threading.Event(), threading.Event()
-        thread = threading.Thread(target=lambda: (ready.set(), leave.wait(60)))
+        ready, finish = threading.Event(), threading.Event()
+        thread = threading.Thread(target=lambda: (ready.set(), finish.wait(60)))
         thread.start()
         ready.wait(60)
         try:
             with pytest.raises(ValueError, match="thread of process"):
                 Cuda(Refuses(1)).unlock(thread.native_id)
         finally:
-            leave.set()
+            finish.set()
             thread.join()
 
     def test_a_success_that_is_none_is_an_error(self):

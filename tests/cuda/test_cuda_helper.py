@@ -1,5 +1,6 @@
 """The helper process and its client: lanes, deadlines, deaths."""
 
+import contextlib
 import io
 import json
 import os
@@ -14,9 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jupyter_gpu_ckpt.cuda.checkpoint_api import DriverRefused
+from jupyter_gpu_ckpt.cuda.cuda import Cuda, CudaState
+from jupyter_gpu_ckpt.cuda.gpus import Gpus
 from jupyter_gpu_ckpt.cuda.helper import serve
 from jupyter_gpu_ckpt.cuda.helper_client import Helper
-from jupyter_gpu_ckpt.errors import CudaError, CudaTimeout, CudaUnavailable, HelperGone
+from jupyter_gpu_ckpt.errors import CudaError, CudaTimeout, CudaUnavailable, DriverTooOld, HelperGone
 
 # A helper with operations that do what the driver cannot be asked to.  `wait` blocks until somebody writes the FIFO.
 STUB = """
@@ -45,6 +48,15 @@ run({
     "bad.open": lack,
     "bad.verb": lambda: None,
 })
+"""
+
+# The real operations on a driver of CUDA 12.4.
+TOO_OLD = """
+from jupyter_gpu_ckpt.cuda import checkpoint_api
+from jupyter_gpu_ckpt.cuda.helper import real_operations, run
+def load(): raise checkpoint_api.Unavailable("driver-too-old", "It supports CUDA 12.4.")
+checkpoint_api._load_driver = load
+run(real_operations())
 """
 
 
@@ -160,7 +172,7 @@ class TestHelper:
         os.close(write)
         assert waiting.result(60) == "done"
         assert queued.result(60) == 1
-        assert helper.call("x.pid", timeout_s=60) == pid, "to wait in vain is no reason to replace the helper"
+        assert helper.call("x.pid", timeout_s=60) == pid, "a wait without an answer is no reason to replace it"
 
     def test_a_helper_that_dies_in_a_call(self, helper):
         before = helper.call("x.pid", timeout_s=60)
@@ -212,6 +224,19 @@ class TestHelper:
             assert lacking.value.details["reason"] == "driver-missing"
         with pytest.raises(CudaError, match="helper failed"):
             helper.call("x.echo", timeout_s=60, wrong=1)
+
+    def test_a_driver_that_is_too_old_is_asked_by_one_helper_that_lives_on(self, monkeypatch):
+        with contextlib.closing(Helper([sys.executable, "-c", TOO_OLD])) as helper:
+            cuda = Cuda(helper)
+            monkeypatch.setattr(cuda, "uses_cuda", lambda pid: True)
+            monkeypatch.setattr(cuda, "device_files", lambda pid: ["/dev/nvidia0"])
+            for call in (cuda.available, lambda: cuda.lock(os.getpid(), 1)):
+                with pytest.raises(DriverTooOld):
+                    call()
+                assert cuda.state(os.getpid()) is CudaState.RUNNING
+            pid = helper.pid
+            Gpus(helper).list()  # NVML needs no new driver
+            assert helper.pid == pid
 
     def test_close_lets_calls_under_way_end(self, helper, threads, fifo):
         pid = helper.call("x.pid", timeout_s=60)

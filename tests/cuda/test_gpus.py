@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.cuda import gpu_locks
 from jupyter_gpu_ckpt.cuda.checkpoint_api import Unavailable
 from jupyter_gpu_ckpt.cuda.gpus import Gpus, gpu_mapping
@@ -72,7 +73,7 @@ def gpus(tmp_path):
     return FakeGpus(FakeDriver({A: 10 * GIB, B: 10 * GIB}), tmp_path / "locks")
 
 
-class TestRoom:
+class TestReservation:
     def test_the_lock_is_held_during_the_body_only(self, gpus, tmp_path):
         other = FakeGpus(gpus.driver, tmp_path / "locks")
         with gpus.reservation({A: GIB}, 1):
@@ -290,6 +291,17 @@ class TestNvml:
     def test_processes(self, monkeypatch):
         assert self.ask(monkeypatch).processes(A) == [(5, 3), (6, None)]
         assert self.ask(monkeypatch).users() == [(A, [(5, 3), (6, None)])]
+
+    @pytest.mark.parametrize("name", ["nvidia-cuda-mps", "python"])
+    def test_clients_of_mps_are_listed_where_its_server_is(self, monkeypatch, name):
+        """Its name is longer than the 15 bytes that Linux keeps."""
+        monkeypatch.setattr(procfs, "stat", lambda pid: types.SimpleNamespace(name=name if pid == 5 else "python"))
+        clients = [types.SimpleNamespace(pid=7, usedGpuMemory=2)]
+        asked = self.ask(monkeypatch, DeviceGetMPSComputeRunningProcesses=lambda handle: clients)
+        expected = [(5, 3), (6, None), *([(7, 2)] if name != "python" else [])]
+        assert asked.processes(A) == expected
+        assert asked.users() == [(A, expected)]
+        assert asked.mps_clients(A) == [7]
 
     def test_utilisation(self, monkeypatch):
         rates = types.SimpleNamespace(gpu=42, memory=7)

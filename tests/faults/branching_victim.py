@@ -97,7 +97,7 @@ async def main(directory: Path, base: Path, step: str = "", edge: str = "") -> N
         await branch.manager.shutdown_kernel(now=True)
     assert len(sessions) == len(branches) + 1
     assert all(session.startswith("41 ") for session in sessions), sessions
-    print(f"{len(branches)} branches go on", flush=True)
+    print(f"{len(branches)} branches continue", flush=True)
     await kernel.manager.shutdown_kernel(now=True)
 
 

@@ -162,7 +162,7 @@ class Subject:
 
     @asynccontextmanager
     async def at(self, step: str, edge: str = "started") -> AsyncIterator[asyncio.Event]:
-        """An event that is set when ``step`` starts (or ends); the verb goes on meanwhile."""
+        """An event that is set when ``step`` starts (or ends); the verb continues meanwhile."""
         loop, reached = asyncio.get_running_loop(), asyncio.Event()
 
         def sink(event: StepEvent) -> None:

@@ -56,9 +56,9 @@ def test_the_server_killed_at_any_step_of_a_branch(tmp_path, runtime_base, criu_
             store.check(saved[0])
         branches = len(find_orphans(runtime_base, store).orphans) - 1
         assert branches == sum(point not in BEFORE for point in points)
-        assert victim(tmp_path, runtime_base) == (0, f"{branches} branches go on")
+        assert victim(tmp_path, runtime_base) == (0, f"{branches} branches continue")
         for image in store.images():
-            if not image.is_save_point:  # of a branch that had come back from it, and has gone on
+            if not image.is_save_point:  # of a branch that had come back from it, and has continued
                 with pytest.raises(ImageStale):
                     store.check(image)
         store.sweep()

@@ -259,7 +259,7 @@ class Debugger:
         assert (await self.ask("attach", {}))["success"]
 
     async def stop_in_a_cell(self) -> None:
-        """Run a cell that stops at a breakpoint, and let it go on."""
+        """Run a cell that stops at a breakpoint, and let it continue."""
         code = "a = 1\nb = a + 1\nc = b + 1"
         path = (await self.ask("dumpCell", {"code": code}))["body"]["sourcePath"]
         where = {"source": {"path": path}, "breakpoints": [{"line": 2}], "sourceModified": False}

@@ -302,9 +302,9 @@ def wchan(pid: int) -> str:
         return ""
 
 
-@pytest.mark.parametrize("ends", ["shutdown", "leave"])
+@pytest.mark.parametrize("ends", ["shutdown", "detach"])
 async def test_nobody_waits_for_a_large_file_to_be_read(subject, array, ends, monkeypatch):
-    """Its owner ends the kernel, or leaves it, while a wake finds out whether a file is the same."""
+    """Its owner ends the kernel, or detaches from it, while a wake finds out whether a file is the same."""
     await subject.run(USES["open for reading"][0])
     await subject.provisioner.checkpoint()
     array.touch()

@@ -24,7 +24,7 @@ from jupyter_gpu_ckpt.lifecycle.preflight import read_process
 
 
 async def test_an_open_log_that_grew_while_the_kernel_slept(subject):
-    """The error names the file; cut back to what it was, the kernel wakes, and goes on writing where it was."""
+    """The error names the file; cut back to what it was, the kernel wakes, and continues writing where it was."""
     log = subject.directory / "training.log"
     await subject.run("log = open('training.log', 'w'); _ = log.write('epoch 1\\n'); log.flush()")
     await subject.provisioner.checkpoint()

@@ -50,7 +50,7 @@ class Place:
         subprocess.run(["mount", "-o", "remount,bind,ro", self.base], check=True, timeout=30)
         self.covered = True
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         if self.covered:
             subprocess.run(["umount", "--lazy", self.base], check=True, timeout=30)
             self.covered = False
@@ -67,7 +67,7 @@ def place(runtime_base) -> Iterator[Place]:
     subprocess.run(["mount", "-t", "tmpfs", *options, "small", runtime_base], check=True, timeout=30)
     place = Place(runtime_base)
     yield place
-    place.mend()
+    place.repair()
     subprocess.run(["umount", "--lazy", runtime_base], check=True, timeout=30)
 
 
@@ -95,7 +95,7 @@ async def test_a_running_kernel_is_checkpointed_or_the_reason_is_given(subject, 
         assert error.code == "RUNTIME_DIRECTORY", error
         await subject.runs_on(error)
         return
-    place.mend()
+    place.repair()
     await subject.wakes()
 
 
@@ -113,7 +113,7 @@ async def test_a_sleeping_kernel_wakes_or_the_reason_is_given(subject, place, ho
         assert "RUNTIME_DIRECTORY" in str(error)
         assert "the image is kept" in str(error)
         await subject.stays_away()
-    place.mend()
+    place.repair()
     await subject.wakes()
     if (state, how) != ("suspended", "gone"):
         await subject.leaves_and_wakes()
@@ -135,7 +135,7 @@ async def test_a_kernel_can_be_ended_whatever_its_directory_is_like(subject, pla
     await asyncio.wait_for(manager.restart_kernel(), 60)
     await subject.kernel.client.wait_for_ready(timeout=60)
     assert await subject.run("print('x' in globals())") == "False"
-    place.mend()
+    place.repair()
     if subject.kernel.lifecycle is None:
         assert how != "gone", "it could be made again"
     else:

@@ -107,7 +107,7 @@ async def has_read(subject) -> Path:
     return path
 
 
-async def goes_on(subject, path: Path, rows: int) -> None:
+async def continues(subject, path: Path, rows: int) -> None:
     """Kernel and others see the same after each write of either, and the database is intact."""
     wanted = [rows, rows + 39]
     assert await subject.run("print(check(), *[total(each) for each in range(len(connections))])") == " ".join(
@@ -158,7 +158,7 @@ async def test_a_kernel_without_a_transaction_wakes_and_sees_what_others_did(sub
     statements, end, rows = VISITS[visit]
     elsewhere(path, *statements, **end)
     await wakes_without_a_question(subject, image)
-    await goes_on(subject, path, rows)
+    await continues(subject, path, rows)
 
 
 @pytest.mark.parametrize("kernel", [wrote, has_read])
@@ -171,7 +171,7 @@ async def test_another_program_has_the_database_open_as_the_kernel_wakes(subject
     with other(path, *[INSERT] * written, TOTAL) as program:
         await wakes_without_a_question(subject, image)
         assert program.run(TOTAL) == [[2 + written, 41 + written]]
-        await goes_on(subject, path, 2 + written)
+        await continues(subject, path, 2 + written)
     await subject.run(f"_ = connections[0].execute({INSERT!r})")
     assert elsewhere(path, TOTAL) == [[5 + written, 44 + written]]
 
@@ -187,7 +187,7 @@ async def test_another_program_writes_as_the_kernel_wakes(subject):
         with pytest.raises(CellFailed, match="database is locked"):
             await subject.run(f"connections[0].execute({INSERT!r})")
         program.run("commit")
-        await goes_on(subject, path, 4)
+        await continues(subject, path, 4)
 
 
 async def test_a_first_writer_keeps_the_kernel_waiting(subject):
@@ -201,7 +201,7 @@ async def test_a_first_writer_keeps_the_kernel_waiting(subject):
         await subject.stays_away(error)
         program.run("rollback")
         await subject.wakes()
-        await goes_on(subject, path, 2)
+        await continues(subject, path, 2)
 
 
 FAST = ["synchronous", "wal_autocheckpoint"]
@@ -222,7 +222,7 @@ async def test_a_large_index_comes_back_at_its_size(subject):
         await subject.wakes()
         assert path.with_name("base-shm").stat().st_size == size
     await subject.run(MANY)
-    await goes_on(subject, path, 18002)
+    await continues(subject, path, 18002)
 
 
 @pytest.mark.parametrize("mode", ["wal", "delete"])
@@ -241,7 +241,7 @@ async def test_a_database_that_is_mapped_and_has_shrunk(subject, mode):
     elsewhere(path, "drop table big", "vacuum")
     assert path.stat().st_size < size
     await wakes_without_a_question(subject, image)
-    await goes_on(subject, path, 1)
+    await continues(subject, path, 1)
 
 
 CHILD = """
@@ -273,7 +273,7 @@ async def test_a_program_that_only_looks_leaves_everything_as_it_is(subject):
     image = await subject.provisioner.checkpoint()
     assert elsewhere(f"file:{path}?mode=ro", TOTAL) == [[1, 40]]
     await wakes_without_a_question(subject, image)
-    await goes_on(subject, path, 1)
+    await continues(subject, path, 1)
 
 
 READS = "rows = connections[0].execute('select * from item'); _ = next(rows)"
@@ -302,7 +302,7 @@ async def test_a_kernel_in_a_transaction_does_not_wake_when_others_have_written(
         (subject.directory / name).write_bytes(content)
     await subject.wakes()
     await subject.run("del rows" if transaction is READS else "_ = connections[0].execute('commit')")
-    await goes_on(subject, path, 2 + (transaction is WRITES))
+    await continues(subject, path, 2 + (transaction is WRITES))
 
 
 @pytest.mark.parametrize("stays", [True, False], ids=["and is killed", "and closes it"])
@@ -317,7 +317,7 @@ async def test_a_query_halfway_can_be_given_up_without_harm_to_the_database(subj
         await subject.run(f"connections[0].execute({INSERT!r})")
     await subject.run("try: _ = list(rows)\nexcept sqlite3.DatabaseError as error: print(error)")
     await subject.run("del rows")
-    await goes_on(subject, path, 1000)
+    await continues(subject, path, 1000)
 
 
 async def test_a_kernel_in_a_transaction_wakes_when_nobody_came(subject):
@@ -327,7 +327,7 @@ async def test_a_kernel_in_a_transaction_wakes_when_nobody_came(subject):
     with other(path) as program:
         assert program.run(INSERT) == [["database is locked"]]
     await subject.run("_ = connections[0].execute('commit')")
-    await goes_on(subject, path, 2)
+    await continues(subject, path, 2)
 
 
 async def test_a_transaction_with_a_rollback_journal_is_not_accepted_either(subject):
@@ -353,7 +353,7 @@ async def test_a_database_that_others_took_out_of_wal_mode(subject):
     elsewhere(path, INSERT)
     elsewhere(path, "PRAGMA journal_mode = WAL")
     await subject.wakes()
-    await goes_on(subject, path, 2)
+    await continues(subject, path, 2)
 
 
 async def test_another_database_in_the_place_of_one_is_accepted_on_demand_only(subject):
@@ -409,7 +409,7 @@ async def test_a_log_with_rows_that_are_nowhere_else(subject, removed):
     for name, content in kept.items():
         (subject.directory / name).write_bytes(content)
     await wakes_without_a_question(subject, image)
-    await goes_on(subject, path, 4)
+    await continues(subject, path, 4)
 
 
 async def test_rows_that_are_lost_can_be_given_up(subject):
@@ -419,7 +419,7 @@ async def test_rows_that_are_lost_can_be_given_up(subject):
     await subject.provisioner.checkpoint()
     without_log(path)
     await subject.provisioner.restore(accept_changed_files=True)
-    await goes_on(subject, path, 1)
+    await continues(subject, path, 1)
 
 
 @pytest.mark.parametrize("mode", ["passive", "full", "restart", "truncate"])
@@ -429,7 +429,7 @@ async def test_a_log_whose_rows_are_all_in_the_database_may_be_removed(subject, 
     image = await subject.provisioner.checkpoint()
     without_log(path)
     await wakes_without_a_question(subject, image)
-    await goes_on(subject, path, 1)
+    await continues(subject, path, 1)
 
 
 async def test_nobody_removes_the_log_while_the_kernel_is_on_its_way(subject, monkeypatch):
@@ -446,7 +446,7 @@ async def test_nobody_removes_the_log_while_the_kernel_is_on_its_way(subject, mo
     monkeypatch.setattr(subject.kernel.lifecycle.engine.criu, "restore", visited)
     await subject.wakes()
     monkeypatch.undo()
-    await goes_on(subject, path, 1)
+    await continues(subject, path, 1)
 
 
 async def test_what_others_do_just_before_the_locks_is_noticed(subject, monkeypatch):
@@ -462,7 +462,7 @@ async def test_what_others_do_just_before_the_locks_is_noticed(subject, monkeypa
     monkeypatch.setattr(Capsule, "lock_databases", visited)
     await subject.stays_away(await subject.fails(subject.provisioner.restore, "FILE_CHANGED"))
     await subject.wakes()
-    await goes_on(subject, path, 2)
+    await continues(subject, path, 2)
 
 
 async def test_a_wake_that_fails_leaves_a_database_that_everybody_can_use(subject, monkeypatch):
@@ -482,7 +482,7 @@ async def test_a_wake_that_fails_leaves_a_database_that_everybody_can_use(subjec
         assert program.run(TOTAL) == [[3, 42]]
         await subject.wakes()
         assert program.run("pragma integrity_check") == [["ok"]]
-    await goes_on(subject, path, 3)
+    await continues(subject, path, 3)
 
 
 #: Statements of others, of which each visit has some.

@@ -132,7 +132,7 @@ async def test_an_image_put_back_after_its_kernel_woke(subject, tmp_path):
     await subject.wakes()
 
 
-@pytest.mark.parametrize("lost", ["the key", "the room in memory"])
+@pytest.mark.parametrize("lost", ["the key", "the space in memory"])
 async def test_an_encrypted_image_waits_for_what_it_needs(tmp_path, runtime_base, criu_binary, monkeypatch, lost):
     monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
     memory = tmp_path / "memory"

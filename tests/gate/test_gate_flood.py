@@ -151,7 +151,7 @@ def test_a_reader_that_is_only_slow_to_begin_misses_nothing(own_world, tmp_path,
     assert "disconnected a client" not in caplog.text
 
 
-def test_outputs_go_on_after_a_reader_was_far_behind(own_world, tmp_path, caplog, monkeypatch) -> None:
+def test_outputs_continue_after_a_reader_was_far_behind(own_world, tmp_path, caplog, monkeypatch) -> None:
     """The excess is dropped, and said; the cell's end is not."""
     for name, value in {"BEHIND": 4 * MIB, "FAR_BEHIND": 8 * MIB, "MOST_QUEUED": 4 * MIB, "PATIENCE": 60}.items():
         monkeypatch.setattr(readers, name, value)

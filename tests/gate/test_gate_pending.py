@@ -129,7 +129,7 @@ def test_the_queue_takes_execute_requests_longer_and_refuses_those_behind_a_refu
     monkeypatch.setattr(queue, "MAX_WAKE_BYTES", 3 * 2048)
     assert [kept.append(request(str(n), "execute_request")) for n in range(4)] == [True, True, True, False]
     monkeypatch.setattr(queue, "MAX_WAKE_BYTES", 1 << 30)
-    assert not kept.append(request("5", "comm_msg")), "there is room, but what came before it was refused"
+    assert not kept.append(request("5", "comm_msg")), "there is space, but what came before it was refused"
     assert [r.msg_id for r in kept.remove()] == ["0", "1", "2"]
     assert kept.append(request("6", "execute_request"))
 

@@ -332,8 +332,8 @@ def test_a_gate_that_stops_ends_a_prompt(up: World) -> None:
     up.to_sleep()
     client.execute("1", allow_stdin=True)
     until(lambda: up.woken, "the cell woke the kernel")
-    answer = up.in_thread(lambda: up.gate.prompt("Go on?", 600.0))
-    assert client.get_stdin_msg(timeout=DEADLINE)["content"]["prompt"] == "Go on?"
+    answer = up.in_thread(lambda: up.gate.prompt("Continue?", 600.0))
+    assert client.get_stdin_msg(timeout=DEADLINE)["content"]["prompt"] == "Continue?"
     up.gate.stop()
     assert answer.join() is None
 
@@ -477,9 +477,9 @@ def test_a_failed_wake_is_shown_as_an_error_of_the_cell(up: World) -> None:
     until(lambda: up.gate.queued == 3, "all is kept")
     others = other.execute("3")
     until(lambda: up.gate.queued == 4, "all is kept")
-    up.gate.fail(GpuFull("No room on the GPU.", left="the image is kept"))
+    up.gate.fail(GpuFull("The GPU is full.", left="the image is kept"))
     failed = reply(client, cells[0])["content"]
-    assert (failed["status"], failed["ename"], failed["evalue"]) == ("error", "GPU_FULL", "No room on the GPU.")
+    assert (failed["status"], failed["ename"], failed["evalue"]) == ("error", "GPU_FULL", "The GPU is full.")
     heard = outputs(client, cells[0])
     assert kinds(heard) == ["busy", "error", "idle"]
     assert "the image is kept" in "\n".join(heard[1]["content"]["traceback"])
@@ -571,7 +571,7 @@ def test_a_risky_cell_without_a_save_point_does_not_run_nor_what_its_client_sent
     until(lambda: up.gate.queued == 2, "both are kept")
     others = other.execute("1")
     until(lambda: up.gate.queued == 3, "the other's, too")
-    up.gate.risky_saved(risky, GpuFull("No room."))
+    up.gate.risky_saved(risky, GpuFull("The GPU is full."))
     assert reply(client, risky)["content"]["ename"] == "GPU_FULL"
     assert reply(client, behind)["content"] == {"status": "aborted"}
     assert reply(other, others)["content"]["status"] == "ok"
@@ -663,7 +663,7 @@ def test_each_cell_that_does_not_stop_gets_the_whole_error(up: World) -> None:
     up.to_sleep()
     cells = [client.execute("1", stop_on_error=False) for _ in range(2)]
     until(lambda: up.gate.queued == 2, "both are kept")
-    up.gate.fail(GpuFull("No room."))
+    up.gate.fail(GpuFull("The GPU is full."))
     assert [reply(client, cell)["content"]["ename"] for cell in cells] == ["GPU_FULL", "GPU_FULL"]
 
 

@@ -350,6 +350,15 @@ def after_an_illegal_access(program: Device) -> None:
     program.say("again", program.cu["cuCtxSynchronize"]())
 
 
+def beyond_an_allocation(program: Device) -> None:
+    """Read and write behind the end of an allocation, which a tool has to find; the driver may not."""
+    kernel = program.kernel()
+    program.say(program.alloc("served", SERVED))
+    values, _ = program.arguments(program.memory["served"] + SERVED // 4 * 4 - 4)
+    program.say(program.cu["cuLaunchKernel"](kernel, 1, 1, 1, COUNT, 1, 1, 0, None, values, None))
+    program.cu["cuCtxSynchronize"]()
+
+
 PROGRAMS: dict[str, Callable[[Device], None]] = {
     function.__name__.replace("_", " "): function
     for function in (
@@ -370,7 +379,10 @@ PROGRAMS: dict[str, Callable[[Device], None]] = {
     )
 }
 
+#: Not the same with the library and without it, but for a tool that looks for mistakes.
+MISTAKES: dict[str, Callable[[Device], None]] = {"beyond an allocation": beyond_an_allocation}
+
 if __name__ == "__main__":
     for chosen in sys.argv[1:]:
         print(f"-- {chosen}", flush=True)
-        PROGRAMS[chosen](Device())
+        (PROGRAMS | MISTAKES)[chosen](Device())

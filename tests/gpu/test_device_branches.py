@@ -23,12 +23,12 @@ torch.cuda.current_stream().wait_stream(warm)
 with torch.cuda.graph(graph): result = static * 2 + 1
 def digest(): return hashlib.sha256(torch.cat([x, result]).cpu().numpy().tobytes()).hexdigest()
 """
-GO_ON = "x.mul_({}); graph.replay(); torch.cuda.synchronize(); print(x.sum().item(), torch.rand(1).item())"
+CONTINUE = "x.mul_({}); graph.replay(); torch.cuda.synchronize(); print(x.sum().item(), torch.rand(1).item())"
 
 
 @pytest.mark.alone
 async def test_two_branches_of_one_image_are_restored_at_the_same_time(kernel, tmp_path, record):
-    """Each has the very device memory of the point, or says which limit of the driver it met; the kernel goes on."""
+    """Each has the very device memory of the point, or says which limit of the driver it met; the kernel continues."""
     await kernel.run(SETUP)
     before = await kernel.run("print(digest())")
     image = await kernel.provisioner.save("point")
@@ -45,10 +45,10 @@ async def test_two_branches_of_one_image_are_restored_at_the_same_time(kernel, t
         # All three have their device memory on the GPU now.
         assert [await each.run("print(digest())") for each in branches] == [before, before]
         sums, drawn = zip(
-            *[(await each.run(GO_ON.format(n))).split() for n, each in enumerate(branches, 2)], strict=True
+            *[(await each.run(CONTINUE.format(n))).split() for n, each in enumerate(branches, 2)], strict=True
         )
         assert sums[0] != sums[1]
-        assert drawn[0] == drawn[1], "torch's generator goes on with the same numbers"
+        assert drawn[0] == drawn[1], "torch's generator continues with the same numbers"
         assert await kernel.run("print(digest())") == before
     kernel.lifecycle.engine.store.check(image)
 

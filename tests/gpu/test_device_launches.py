@@ -94,7 +94,7 @@ RESULT = "stop.set(); thread.join(); print(launches[0] > {before}, bool((x == la
 
 
 @pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
-async def test_a_thread_that_launches_waits_at_the_gate_and_goes_on(tmp_path, runtime_base, verb, record):
+async def test_a_thread_that_launches_waits_at_the_gate_and_continues(tmp_path, runtime_base, verb, record):
     pytest.importorskip("torch", reason="PyTorch is not installed on this machine")
     async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
         await kernel.run(LAUNCHES, 120)

@@ -5,8 +5,11 @@ The names of these tests have ``no_harm`` in them: ``GPU_CHECK_SELECT=no_harm ma
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +113,68 @@ def test_no_harm_to_processes_libraries_and_threads(runtime_base, record, in_c, 
     if program == "in_a_namespace" and run(runtime_base, False, in_c, program).returncode != 0:
         pytest.skip("this driver does not work in a namespace of its own")
     compare(runtime_base, record, in_c, program, served=False)
+
+
+# -- NVIDIA's tools
+
+
+def tool(name: str) -> str:
+    """Return the path of a tool of NVIDIA's that is installed, or skip the test."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        # The program itself, not the script in the wheel's ``bin``.
+        for file in importlib.metadata.distribution("nvidia-cuda-sanitizer-api").files or ():
+            if file.name == name and file.parent.name == name:
+                return str(file.locate())
+    if (found := shutil.which(name)) is None:
+        pytest.skip(f"{name} is not on this machine")
+    return found
+
+
+def watched(directory: Path, with_library: bool, tool: list[str], program: str) -> tuple[list[str], str]:
+    """Run a program of `no_harm_device` under a tool; return its lines and what the tool prints."""
+    lines = directory / "lines"
+    # To a file, so that the tool's own words are apart.
+    command = ["sh", "-c", f"exec \"$@\" >'{lines}'", "sh", sys.executable, str(HERE / "no_harm_device.py"), program]
+    done = run(directory, with_library, *tool, *command)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return lines.read_text().splitlines(), done.stdout
+
+
+WATCHED = ("copies", "launches", "graphs", "memory of pools", "arrays and textures")
+
+
+@pytest.mark.parametrize("program", WATCHED)
+def test_no_harm_under_compute_sanitizer(runtime_base, record, program):
+    """`GPU_BUNDLE_EXTRA=nvidia-cuda-sanitizer-api scripts/gpu-bundle` makes a bundle with it."""
+    memcheck = [tool("compute-sanitizer"), "--tool", "memcheck", "--report-api-errors", "no"]
+    (plain, says), (lines, says_too) = (watched(runtime_base, each, memcheck, program) for each in (False, True))
+    record(tool=says.splitlines()[-1:], with_library=says_too.splitlines()[-1:])
+    assert lines == plain
+    assert "ERROR SUMMARY: 0 errors" in says
+    assert "ERROR SUMMARY: 0 errors" in says_too
+    assert not (runtime_base / "fast").exists(), "what it watches is left to the driver"
+
+
+def test_compute_sanitizer_finds_the_same_mistakes_with_no_harm(runtime_base, record):
+    memcheck = [tool("compute-sanitizer"), "--tool", "memcheck", "--report-api-errors", "no"]
+    found = []
+    for with_library in (False, True):
+        _, says = watched(runtime_base, with_library, memcheck, "beyond an allocation")
+        found.append(re.findall(r"Invalid __global__ \w+ of size \d+ bytes|ERROR SUMMARY: .*", says))
+    record(found=found)
+    assert any(each.startswith("Invalid __global__") for each in found[0]), found
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("program", WATCHED)
+def test_no_harm_under_nsys(runtime_base, record, program):
+    """Nsight Systems is in no registry: this needs a machine where it is installed."""
+    report = runtime_base / "report"
+    nsys = [tool("nsys"), "profile", "--trace=cuda", "--sample=none", "--force-overwrite=true", "--output", str(report)]
+    (plain, _), (lines, _) = (watched(runtime_base, each, nsys, program) for each in (False, True))
+    record(reports=[path.name for path in runtime_base.glob("report*")])
+    assert lines == plain
+    assert report.with_suffix(".nsys-rep").exists()
 
 
 @pytest.mark.parametrize("name", no_harm_frameworks.PROGRAMS)

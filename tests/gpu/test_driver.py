@@ -63,7 +63,7 @@ def digest(*more):
         whole.update(tensor.detach().cpu().numpy().tobytes())
     return whole.hexdigest()
 """
-GO_ON = """
+CONTINUE = """
 train(2)
 graph.replay()
 with torch.cuda.stream(stream):
@@ -126,7 +126,7 @@ class TestWhatSurvives:
 
         assert process.run("result = digest()") == before
         assert process.run("result = pinned.is_pinned()")
-        assert process.run(GO_ON) == twin.run(GO_ON)
+        assert process.run(CONTINUE) == twin.run(CONTINUE)
 
     def test_ten_times(self, cuda, subject):
         process = subject(filled(64 * 2**20))
@@ -235,7 +235,7 @@ class TestWhatIsRefused:
         hog = subject(filled(1))
         hog.run(f"hog = torch.empty({gpus.free(uuid) - GIB // 2}, dtype=torch.uint8, device='cuda')")
         with pytest.raises(GpuFull) as caught, gpus.reservation(needs, 5):
-            pytest.fail("there is no room")
+            pytest.fail("there is no space")
         assert caught.value.details["free"] < needs[uuid]
         assert cuda.state(process.pid) is CudaState.CHECKPOINTED
         hog.close()
@@ -261,7 +261,7 @@ class TestWhatDestroys:
         hog.close()
         with pytest.raises(GpuCkptError) as second:
             cuda.restore(process.pid)
-        record(with_room=second.value.details, state_then=cuda.state(process.pid).value)
+        record(with_space=second.value.details, state_then=cuda.state(process.pid).value)
         assert first.value.details["cuda_result"] == 2
 
     @pytest.mark.two_gpus

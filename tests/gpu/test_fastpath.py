@@ -17,7 +17,7 @@ from jupyter_gpu_ckpt.lifecycle.plans import State
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
-#: Tensors of every kind, and what is made of them by work that goes on after.
+#: Tensors of every kind, and what is made of them by work that continues after.
 KINDS = """
 import hashlib, torch
 torch.manual_seed(0)
@@ -152,7 +152,7 @@ async def until_more(kernel, counted):
         now = json.loads(await kernel.run("import time; time.sleep(0.05); print(counts)"))
         if all(later > before for before, later in zip(counted, now, strict=True)):
             return
-    raise AssertionError(f"a thread does not go on: {counted}, {now}")
+    raise AssertionError(f"a thread does not continue: {counted}, {now}")
 
 
 async def test_a_warm_kernel_frees_its_memory_for_others_and_is_resumed_or_checkpointed(tmp_path, runtime_base, record):
@@ -253,7 +253,7 @@ async def test_pools_of_two_gpus_are_refused(tmp_path, runtime_base, monkeypatch
         assert await kernel.run("print(float((x.to('cuda:1') + y).sum()))") == str(3.0 * (1 << 20))
 
 
-async def goes_on_after_both_tiers(kernel, step: str) -> None:
+async def continues_after_both_tiers(kernel, step: str) -> None:
     """``step`` works with what was on the GPU, and prints whether it is as it should be."""
     for verb in ("suspend", "checkpoint"):
         await getattr(kernel.provisioner, verb)()
@@ -272,7 +272,7 @@ async def test_cupy_beside_torch(tmp_path, runtime_base, record):
             120,
         )
         record(served=path_of(kernel).amounts().bytes)
-        await goes_on_after_both_tiers(kernel, "a += 1; t += 1; print(same())")
+        await continues_after_both_tiers(kernel, "a += 1; t += 1; print(same())")
 
 
 async def test_numba_beside_torch(tmp_path, runtime_base, record):
@@ -294,7 +294,7 @@ async def test_numba_beside_torch(tmp_path, runtime_base, record):
             120,
         )
         record(served=path_of(kernel).amounts().bytes)
-        await goes_on_after_both_tiers(kernel, "print(step())")
+        await continues_after_both_tiers(kernel, "print(step())")
 
 
 async def test_what_does_not_go_through_the_library_is_the_driver_s(tmp_path, runtime_base):

@@ -178,7 +178,7 @@ async def test_a_suspended_kernel_is_sent_signals_stopped_and_traced(tmp_path, r
                 os.kill(pid, signal.SIGSTOP)
                 until(lambda: states(pid) <= {"T", "t"}, "it is stopped")
                 os.kill(pid, signal.SIGCONT)
-                until(lambda: "T" not in states(pid), "it goes on")
+                until(lambda: "T" not in states(pid), "it continues")
             assert await kernel.run(DIGEST) == digest
             await kernel.settled("running")
         assert await kernel.run(COMPUTES) == "True"

@@ -86,7 +86,7 @@ async def test_everything_on_the_device_is_bit_equal_after_a_checkpoint_and_the_
     assert await kernel.run("print(x.data_ptr() == address, [next(series).item() for _ in range(3)])") == (
         "True [7.0, 8.0, 9.0]"
     )
-    # A graph captured before replays, on new input; streams, autograd and the optimizer go on.
+    # A graph captured before replays, on new input; streams, autograd and the optimizer continue.
     replay = "static.fill_(3); graph.replay(); torch.cuda.synchronize(); print(result[0].item())"
     assert await kernel.run(replay) == "7.0"
     assert (
@@ -149,7 +149,7 @@ async def test_blocks_nobody_uses_are_not_saved(kernel, record):
 
 @pytest.mark.parametrize("call", [1, 30, 90, 200, 350, 500, 700])
 async def test_criu_killed_while_it_dumps_a_kernel_that_was_on_the_gpu(kernel, record, monkeypatch, call):
-    """CRIU enters its ``call``-th ptrace: the driver's threads go on too, and the device has its memory back."""
+    """CRIU enters its ``call``-th ptrace: the driver's threads continue too, and the device has its memory back."""
     await kernel.run("import torch; x = torch.arange(1 << 24, device='cuda'); total = x.sum().item()")
     criu = kernel.lifecycle.engine.criu
     with monkeypatch.context() as patch:
@@ -242,7 +242,7 @@ async def test_work_that_was_submitted_before_is_finished_first(kernel):
     assert await kernel.run("print(bool((b == 2).all()))") == "True"
 
 
-async def test_dataloader_workers_go_on_in_the_middle_of_an_epoch(kernel, record):
+async def test_dataloader_workers_continue_in_the_middle_of_an_epoch(kernel, record):
     """A checkpoint takes from the workers the device files they have inherited; a suspend does not."""
     await kernel.run(
         "import torch\nx = torch.ones(3, device='cuda')\n"

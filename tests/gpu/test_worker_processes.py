@@ -157,7 +157,7 @@ async def test_nearly_all_memory_of_a_spawned_worker_is_moved_by_its_library(wor
 
 
 @pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
-async def test_a_loader_of_spawned_workers_that_use_the_gpu_goes_on_in_the_middle_of_an_epoch(workers, verb):
+async def test_a_loader_of_spawned_workers_that_use_the_gpu_continues_in_the_middle_of_an_epoch(workers, verb):
     await workers.run(
         "import torch.utils.data\n"
         "loader = torch.utils.data.DataLoader(gpu_workers.OnDevice(), batch_size=4, num_workers=2,\n"
@@ -233,7 +233,7 @@ async def test_ranks_that_communicate_by_nccl_are_refused_by_name(workers, recor
     await workers.run("for pipe, _ in pipes: pipe.send(None)\nfor each in ranks: each.join()")
 
 
-async def test_a_fork_of_the_kernel_that_has_inherited_device_files_goes_on(workers):
+async def test_a_fork_of_the_kernel_that_has_inherited_device_files_continues(workers):
     await workers.run(
         "import os\nx = torch.arange(1 << 20, device='cuda')\n"
         "read, write = os.pipe()\nback, answer = os.pipe()\n"

@@ -56,13 +56,13 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Leave:
+class CloseBrowser:
     """The browser is closed."""
 
     line: int
 
 
-Step = Command | File | Cell | Leave
+Step = Command | File | Cell | CloseBrowser
 
 
 class NotAPage(Exception):
@@ -79,7 +79,7 @@ def steps(page: Path) -> list[Step]:
         line = text.count("\n", 0, match.start()) + 1
         language, body, left = match.groups()
         if left:
-            found.append(Leave(line))
+            found.append(CloseBrowser(line))
         elif language == "console":
             found += [Command(*one) for one in _typed(_PROMPT, body, line)]
         elif language == "ipython":

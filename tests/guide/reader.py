@@ -7,7 +7,7 @@ from pathlib import Path
 
 from comparison import Comparison
 from fresh_machine import FreshMachine
-from page import Cell, Command, File, Leave, Step, steps
+from page import Cell, CloseBrowser, Command, File, Step, steps
 from terminal import PATIENCE, Terminal
 from visitor import Visitor
 
@@ -49,9 +49,9 @@ class Reader:
             path = self._machine.root / step.path.lstrip("/")
             path.write_text(step.text)
             return None
-        if isinstance(step, Leave):
+        if isinstance(step, CloseBrowser):
             assert self._visitor is not None, "nobody has come yet"
-            self._visitor.leave()
+            self._visitor.close_browser()
             return None
         if isinstance(step, Cell):
             return self._cell(step)
@@ -99,5 +99,5 @@ class Reader:
 
     def close(self) -> None:
         if self._visitor is not None:
-            self._visitor.leave()
+            self._visitor.close_browser()
         self._terminal.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from comparison import Comparison
-from page import Cell, Command, File, Leave, NotAPage, steps
+from page import Cell, CloseBrowser, Command, File, NotAPage, steps
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -26,7 +26,7 @@ def test_all_kinds_of_steps_in_their_order(tmp_path):
         Command(5, "hub", "two --x", "says\n\nthis"),
         File(11, "/etc/a.conf", "# /etc/a.conf\nb = 1\n"),
         Cell(16, 3, "x", "Out[3]: 4"),
-        Leave(19),
+        CloseBrowser(19),
     ]
 
 

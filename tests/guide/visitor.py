@@ -110,7 +110,7 @@ class Visitor:
         self._playwright = sync_playwright().start()
         return self._playwright.chromium.launch(executable_path=self._chromium, headless=True, args=FLAGS)
 
-    def leave(self) -> None:
+    def close_browser(self) -> None:
         """Close the browser."""
         if self._page is not None:
             self._page.context.browser.close()

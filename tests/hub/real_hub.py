@@ -1,7 +1,7 @@
 """A real JupyterHub with its proxy, its idle culler and Linux users created for the tests.
 
 The hub runs as root, as on bare metal, and starts each user's server as that user.  Hub and proxy are processes of
-their own, so that either can be restarted while the other and the users' servers go on.
+their own, so that either can be restarted while the other and the users' servers continue.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class RealHub:
         return process
 
     def stop(self, name: str, how: int = signal.SIGTERM) -> None:
-        """End the proxy, the hub or the culler; users' servers go on."""
+        """End the proxy, the hub or the culler; users' servers continue."""
         process = self._processes.pop(name, None)
         if process is not None:
             process.send_signal(how)

@@ -91,7 +91,7 @@ class Cluster:
         return self.head.run("scontrol", "--oneliner", "show", "job", id)
 
     def drain(self, name: str) -> None:
-        """Take a node out of service: what runs there goes on, nothing new comes."""
+        """Take a node out of service: what runs there continues, nothing new comes."""
         self.head.run("scontrol", "update", f"NodeName={name}", "State=DRAIN", "Reason=test")
 
     def resume(self, name: str) -> None:

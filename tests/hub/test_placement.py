@@ -143,7 +143,7 @@ async def test_each_spawn_starts_from_what_is_configured(published):
 
 
 async def notices_or_nothing(spawner) -> list[str]:
-    """The spawner's own words go on for ever."""
+    """The spawner's own words continue for ever."""
     page = spawner.progress()
     first = await anext(page)
     await page.aclose()

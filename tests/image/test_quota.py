@@ -139,15 +139,15 @@ def test_an_image_that_grew_past_its_reservation_and_the_limit_is_not_published(
 def test_a_reservation_ends_with_its_draft(store):
     bounded = limited(store, bytes=10)
     draft = bounded.begin("kernel", 9)
-    room = store.root / f"{draft.path.name}.reservation"
-    assert room.exists()
+    reservation = store.root / f"{draft.path.name}.reservation"
+    assert reservation.exists()
     draft.unlock()  # as when its writer is killed
     assert bounded.sweep() == 1
-    assert not room.exists()
-    room.write_text('{"kernel_id": "kernel", "bytes": 9}')  # a writer that was killed just after its rename
+    assert not reservation.exists()
+    reservation.write_text('{"kernel_id": "kernel", "bytes": 9}')  # a writer that was killed just after its rename
     bounded.begin("kernel", 9).discard()
     bounded.sweep()
-    assert not room.exists()
+    assert not reservation.exists()
 
 
 CHECKPOINT = """
@@ -174,10 +174,10 @@ def test_the_reservation_of_a_killed_server_is_free_at_once(store):
                 bounded.begin("second", 2)
         finally:
             server.kill()
-    (room,) = store.root.glob("*.reservation")
+    (reservation,) = store.root.glob("*.reservation")
     assert bounded.over_quota("second", 2) is None
     bounded.begin("second", 2).discard()
-    assert not room.exists()
+    assert not reservation.exists()
     assert bounded.sweep() == 1, "its draft is the next server's to remove"
     assert [path.name for path in store.root.glob(".draft-*")] == []
 

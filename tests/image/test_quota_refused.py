@@ -37,7 +37,7 @@ async def test_the_second_sleeper_is_refused_and_the_first_is_left_alone(tmp_pat
             assert [path.name for path in (tmp_path / "images").iterdir() if path.is_dir()] == [image.id]
             assert await first.run("print(x + 1)") == "42"
             await first.settled("running")
-            await second.provisioner.checkpoint()  # there is room again
+            await second.provisioner.checkpoint()  # there is space again
             assert await second.run("print(2)") == "2"
 
 

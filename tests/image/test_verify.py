@@ -140,7 +140,7 @@ def test_an_older_image_put_back(store, tmp_path):
     assert caught.value.code == "IMAGE_STALE"
 
 
-def test_the_last_image_put_back_after_its_kernel_went_on(store, image, tmp_path):
+def test_the_last_image_put_back_after_its_kernel_continued(store, image, tmp_path):
     shutil.copytree(image.path, tmp_path / "copy")
     store.remove(image)
     store.generations.record_restored(image.manifest.kernel_id, image.manifest.generation)

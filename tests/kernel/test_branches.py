@@ -1,4 +1,4 @@
-"""Branches: kernels that start from the image of another one, which sleeps, lives, or has gone on since."""
+"""Branches: kernels that start from the image of another one, which sleeps, lives, or has continued since."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_two_branches_of_a_point_are_equal_there_and_share_nothing_that_mu
 
 
 async def test_what_cannot_exist_twice_is_named_before_and_is_otherwise_in_a_branch(kernel, tmp_path, runtime_base):
-    """Also where the kernel itself goes on beside the branch: with its ports, its socket and its locks."""
+    """Also where the kernel itself continues beside the branch: with its ports, its socket and its locks."""
     path, lock = str(runtime_base / "named"), str(tmp_path / "lock")
     ports = list(map(int, (await kernel.run(SERVER.format(path, lock))).split()))
     image = await kernel.provisioner.checkpoint()

@@ -235,6 +235,17 @@ def test_device_files_that_a_child_has_inherited_are_taken_from_it(family, first
     family.cycle()
 
 
+@pytest.mark.parametrize("inherited", [True, False])
+def test_a_forked_child_does_not_use_cuda_although_an_old_driver_does_not_say_so(family, inherited):
+    family.driver.too_old = True
+    fake, kernel = family.fakes[COMMANDS[2]], family.lifecycle.kernel
+    own, child = kernel.require_capsule().host_pid, next(p for p, f in family.driver.processes.items() if f is fake)
+    fake.cuda, fake.inherited, fake.device_files = True, inherited, {"/dev/nvidiactl", "/dev/nvidia0"}
+    assert cuda_processes.uses_cuda_alone(kernel, [own])
+    assert cuda_processes.uses_cuda_alone(kernel, [own, child]) is inherited
+    assert not cuda_processes.uses_cuda_alone(kernel, [child])
+
+
 #: A kernel that has a file mapped and open, as a user of CUDA has device files, and a forked child that counts on, and
 #: so does what that forks at a SIGUSR1.
 FORKS = """
@@ -324,7 +335,7 @@ def forking(criu_binary, tmp_path):
     shutil.rmtree(base)
 
 
-def test_a_forked_child_goes_on_without_what_it_has_inherited(forking):
+def test_a_forked_child_continues_without_what_it_has_inherited(forking):
     """Also after suspends: when it resumes a process, the driver opens other files than those that were inherited."""
     assert forking.place in forking.has()
     for _ in range(2):
@@ -419,7 +430,7 @@ def test_what_a_dump_that_was_taken_back_has_lost_is_in_its_error(forking, monke
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
 def test_a_child_is_killed_in_the_middle(family, monkeypatch, verb, op, when):
-    """The end of a child is no failure: the others go on without it."""
+    """The end of a child is no failure: the others continue without it."""
     call, killed = family.driver.call, []
 
     def kills(asked: str, *, lane: int | None = None, **args):

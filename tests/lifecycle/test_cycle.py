@@ -64,7 +64,7 @@ async def test_restore_on_demand_needs_no_client(kernel):
     assert await kernel.run("print(x)") == "1"
 
 
-async def test_a_kernel_without_cuda_suspends_and_resumes_and_can_go_on_to_disk(kernel):
+async def test_a_kernel_without_cuda_suspends_and_resumes_and_can_continue_to_disk(kernel):
     await kernel.run("x = 1")
     await kernel.provisioner.suspend()
     assert kernel.state == "suspended"
@@ -208,7 +208,7 @@ async def test_a_kernel_that_exits_by_itself_is_dead_with_its_status(kernel):
     assert kernel.provisioner.state is plans.State.DEAD
 
 
-async def test_raw_output_goes_on_into_a_file_that_was_closed_after_the_start(tmp_path, runtime_base, criu_binary):
+async def test_raw_output_continues_into_a_file_that_was_closed_after_the_start(tmp_path, runtime_base, criu_binary):
     """The log of a kernel that jupyter_client's caller opened is closed so: `subprocess.Popen` needs it no longer."""
     output = tmp_path / "kernel.log"
     async with notebook(tmp_path, runtime_base, raw_output=output) as kernel:

@@ -191,7 +191,7 @@ async def test_an_unpublished_image_takes_nothing_along(kernel, monkeypatch):
 
     def publish_and_fail(attempt: Attempt) -> None:
         dump.publish(attempt)
-        raise PartlyDone from NoSpace("no room after all")
+        raise PartlyDone from NoSpace("The disk is full after all.")
 
     monkeypatch.setitem(STEPS, Step.PUBLISH, publish_and_fail)
     with pytest.raises(NoSpace):

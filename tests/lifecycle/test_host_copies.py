@@ -17,8 +17,8 @@ GIB = 1 << 30
 class World:
     """A machine with one GPU, and the kernels of a server; numbers are GiB."""
 
-    def __init__(self, memory: int, spare: int | None = None) -> None:
-        self.memory, self.spare = memory * GIB, (memory // 8 if spare is None else spare) * GIB
+    def __init__(self, memory: int, reserved: int | None = None) -> None:
+        self.memory, self.reserved = memory * GIB, (memory // 8 if reserved is None else reserved) * GIB
         self.kernels: dict[str, SimpleNamespace] = {}
         self.elsewhere = 0  #: bytes on the GPU of other servers
 
@@ -59,7 +59,7 @@ def world(monkeypatch):
     def make(*numbers: int) -> World:
         world = World(*numbers)
         monkeypatch.setattr(host_copies, "available_memory", world.available)
-        monkeypatch.setattr(host_copies, "spare_memory", lambda: world.spare)
+        monkeypatch.setattr(host_copies, "reserved_memory", lambda: world.reserved)
         processes = host_copies.cuda_processes
         monkeypatch.setattr(processes, "candidates", lambda kernel: [kernel] if kernel.uses_cuda else [])
         amounts = lambda kernel: Amounts(bool(kernel.bytes), kernel.bytes, kept=kernel.copied)  # noqa: E731
@@ -113,20 +113,20 @@ def test_a_limit_of_the_administrator_is_used_as_it_is(world):
 def test_small_machines_and_containers_have_no_copies(monkeypatch):
     """An eighth of their memory is allocated before a copy is given up, which takes a quarter of a second."""
     monkeypatch.setattr(preflight, "all_memory", lambda: 16 << 30)
-    assert preflight.spare_memory() == 2 << 30
+    assert preflight.reserved_memory() == 2 << 30
     monkeypatch.setattr(preflight, "all_memory", lambda: (16 << 30) - 8)
-    assert preflight.spare_memory() == 0
+    assert preflight.reserved_memory() == 0
 
 
 def test_copies_are_given_up_for_a_kernel_that_needs_the_memory_and_no_more_than_it_needs(world):
     machine = world(64)
     needs, first = machine.start("needs", 30), machine.start("1", 20, copied=20)
     second = machine.start("2", 9, copied=9)
-    host_copies.make_room(needs, 35 * GIB)
+    host_copies.release_copies(needs, 35 * GIB)
     assert (first.copied, second.copied) == (20 * GIB, 9 * GIB), "there was enough"
-    host_copies.make_room(needs, 40 * GIB)
+    host_copies.release_copies(needs, 40 * GIB)
     assert (first.copied, second.copied) == (0, 9 * GIB)
-    host_copies.make_room(needs, 100 * GIB)
+    host_copies.release_copies(needs, 100 * GIB)
     assert second.copied == 0
 
 
@@ -139,5 +139,5 @@ def test_kernels_that_are_busy_or_gone_keep_what_they_have(world):
     moving.attempt = object()
     gone = machine.start("gone", 0)
     gone.require_capsule = lambda: (_ for _ in ()).throw(CapsuleGone("It has ended."))
-    host_copies.make_room(needs, 100 * GIB)
+    host_copies.release_copies(needs, 100 * GIB)
     assert [each.copied // GIB for each in (needs, refuses, suspended, moving)] == [5, 1, 10, 10]

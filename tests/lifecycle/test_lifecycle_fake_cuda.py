@@ -28,7 +28,6 @@ from jupyter_gpu_ckpt.errors import (
     AgentError,
     CudaError,
     CudaTimeout,
-    DriverTooOld,
     GpuCkptError,
     GpuFull,
     HelperGone,
@@ -525,24 +524,31 @@ def test_a_suspend_that_gets_no_thread_is_undone_as_one_that_the_driver_refuses(
 
 
 @pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
-def test_a_driver_that_is_too_old_is_found_before_the_kernel_is_disturbed(parent, monkeypatch, verb):
-    call, asked = parent.driver.call, []
-
-    def too_old(op: str, **args):
-        asked.append(op)
-        if op.startswith("cuda."):
-            raise DriverTooOld("The NVIDIA driver has no cuCheckpointProcessLock.", reason="driver-too-old")
-        return call(op, **args)
-
-    monkeypatch.setattr(parent.driver, "call", too_old)
+def test_a_driver_that_is_too_old_is_found_before_the_kernel_is_disturbed(parent, verb):
+    """Of a kernel without the library, which alone could swap out its memory."""
+    parent.driver.too_old = True
     (child,) = parent.lifecycle.capsule.other_processes()
     parent.driver.processes[child].cuda = True
-    assert [each.code for each in suspend.findings(parent.lifecycle.kernel) if each.blocks] == ["DRIVER_TOO_OLD"]
-    asked.clear()
+    for writes in (True, False):
+        found = suspend.findings(parent.lifecycle.kernel, writes=writes)
+        assert [each.code for each in found if each.blocks] == ["DRIVER_TOO_OLD"]
+        assert not any("suspend is possible" in each.error.hint for each in found if each.blocks)
+    parent.driver.calls.clear()
     assert parent.fails(verb, "DRIVER_TOO_OLD").left == "the kernel runs on"
-    assert {op for op in asked if op.startswith("cuda.")} == {"cuda.open"}
-    monkeypatch.undo()
+    assert {op for op, _ in parent.driver.calls if op.startswith("cuda.")} <= {"cuda.open", "cuda.state"}
+    parent.driver.too_old = False
     parent.runs_on()
+
+
+def test_an_image_does_not_come_back_where_the_driver_is_too_old(rig):
+    """Such a driver shows nothing of a process that another one has suspended."""
+    rig.lifecycle.checkpoint()
+    rig.driver.too_old = True
+    assert rig.fails("wake", "DRIVER_TOO_OLD")
+    assert rig.lifecycle.state is State.CHECKPOINTED
+    rig.driver.too_old = False
+    rig.lifecycle.wake()
+    rig.runs_on()
 
 
 @pytest.mark.parametrize("op", ["cuda.lock", "cuda.checkpoint"])

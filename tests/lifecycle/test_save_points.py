@@ -246,7 +246,7 @@ async def test_files_are_as_then_or_as_now_and_never_overwritten_without_a_word(
     with pytest.raises(FilesDiffer) as caught:
         await kernel.provisioner.back("one", some)
     assert [Path(each["path"]).name for each in caught.value.details["files"]] == ["table"]
-    with pytest.raises(BadRequest, match="no file 'log'"):
+    with pytest.raises(BadRequest, match="not have: 'log'"):
         await kernel.provisioner.back("one", {"log": "then"})
     if choice == "then":  # what is replaced is kept, whatever else is not
         kernel.lifecycle.kernel.settings = replace(kernel.lifecycle.kernel.settings, kept_file_bytes=0)

@@ -87,7 +87,7 @@ def test_databases_without_a_transaction_are_held_and_left_as_they_are_if_nobody
 
 
 @pytest.mark.parametrize("index", [[DMS, READER], [DMS, READER, WRITER]], ids=["that reads", "that writes"])
-def test_a_transaction_goes_on_with_log_and_index_as_they_are(path, index):
+def test_a_transaction_continues_with_log_and_index_as_they_are(path, index):
     files = noted(path, [SHARED], index)
     ((arguments, _),) = databases.to_lock(files)
     assert (arguments["anew"], "unchanged" in arguments) == (False, True)

@@ -60,7 +60,7 @@ class Server:
     def do_restore(self) -> None:
         run_sync(self.provisioner.restore)()
 
-    def do_leave(self) -> None:
+    def do_detach(self) -> None:
         """Checkpoint the kernel for the next server to attach, as a server does when it stops."""
         run_sync(self.provisioner.detach)()
         self.manager = None

@@ -47,7 +47,7 @@ def there_and_back(hosts: tuple[Host, Host, Path], times: int) -> None:
         client.evaluate("n", SETUP)
         here, there = near, far
         for number in range(1, 2 * times + 1):
-            left = here.ask("leave")
+            left = here.ask("detach")
             assert "error" not in left, (left, here.log.read_text())
             here, there = there, here
             attached = began(here)
@@ -58,7 +58,7 @@ def there_and_back(hosts: tuple[Host, Host, Path], times: int) -> None:
                 f"({number}, True)"
             )
             assert client.evaluate("socket.gethostname()") == f"'{here.name}'"
-            # Its clocks go on where they were, whatever the uptime of the host: timers tick, and none is overdue.
+            # Its clocks continue where they were, whatever the uptime of the host: timers tick, and none is overdue.
             assert float(client.evaluate("time.monotonic() - began")) < 600
             assert client.evaluate("len(ticks) > seen", "seen = len(ticks); await asyncio.sleep(0.1)") == "True"
             until(lambda here=here: here.ask("state")["state"] == "running", "the wake has tidied up")
@@ -85,7 +85,7 @@ def test_ports_that_another_process_of_the_new_host_has(hosts):
     near, far, _ = hosts
     facts = began(near, "tcp")
     ports = [value for name, value in facts["info"].items() if name.endswith("_port")]
-    near.ask("leave")
+    near.ask("detach")
     far.ask("occupy", *ports)
     attached = began(far, "tcp")
     assert attached["state"] == "checkpointed"

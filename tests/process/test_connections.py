@@ -106,7 +106,7 @@ KINDS: dict[str, tuple[str, str, str]] = {
         "answer = a.recv(99, socket.MSG_PEEK), child('answer = c.recv(99, socket.MSG_PEEK)')",
         "answer = a.recv(99), child('answer = c.recv(99)'), both(a, child)",
     ),
-    "more unread than its reader has room for": (
+    "more unread than its reader has space for": (
         "s, a = pair(child); text = os.urandom(100) * 20_000; a.setblocking(False); sent = a.send(text)",
         "answer = sent > 1_000_000, a.getblocking()",
         f"answer = child({READ_ALL}) == hash(text[:sent])",
@@ -244,7 +244,7 @@ def trips(criu_binary):
 
 LAST = {
     "unread in both directions": (b"for the parent", b"for the child", (4, b"ping", 4, b"pong")),
-    "more unread than its reader has room for": True,
+    "more unread than its reader has space for": True,
     "written to the end": (b"last words", b""),
     "closed by the other end, with bytes unread": (b"last words", b""),
     "over IPv6, closed by the other end, with bytes unread": (b"last words", b""),

@@ -72,7 +72,7 @@ def pair(place):
         assert each.process.returncode == 7, "the child has closed all of them at its end"
 
 
-def test_numbers_and_addresses_stay_taken_and_the_child_goes_on(pair, place):
+def test_numbers_and_addresses_stay_taken_and_the_child_continues(pair, place):
     both = pair()
     before = dict(procfs.links(both.child))
     numbers = [number for number, name in before.items() if name == place]

@@ -88,16 +88,30 @@ sys.stdin.read()
 os._exit(0)
 """
 
-#: A library with a thread of its own, as the CUDA driver has, which Python did not begin.
+#: A library with a thread of its own, as the CUDA driver has, which Python did not begin.  It publishes which it is, as
+#: the library for device memory does (`own_threads.c`): that says something in a file of that library's name.
 THREAD = """
 #define _GNU_SOURCE
 #include <poll.h>
 #include <pthread.h>
-static void *waits(void *unused) { for (;;) poll(NULL, 0, -1); return unused; }
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+struct { char mark[16]; int tids[256]; } own_threads = {.mark = "gpu-ckpt thread"};
+static char called[16];
+static volatile int is_called;
+static void *waits(void *unused) {
+    own_threads.tids[7] = syscall(SYS_gettid);
+    pthread_setname_np(pthread_self(), called);
+    is_called = 1;
+    for (;;) poll(NULL, 0, -1);
+    return unused;
+}
 void begin_thread(const char *name) {
     pthread_t thread;
+    strncpy(called, name, sizeof called - 1);
     pthread_create(&thread, NULL, waits, NULL);
-    pthread_setname_np(thread, name);
+    while (!is_called) usleep(100);
 }
 """
 
@@ -113,7 +127,7 @@ def library(path: Path, source: str) -> Path:
     return path
 
 
-PARKER = """
+FREEZES = """
 import sys, time
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 frozen = FrozenThreads(int(sys.argv[1]))
@@ -154,16 +168,18 @@ class Process:
         frozen.freeze_all(time.monotonic() + seconds, insist=insist)
         return frozen
 
-    def goes_on(self, *kinds: str) -> None:
+    def continues(self, *kinds: str) -> None:
         before = {kind: self.beats(KINDS.index(kind)) for kind in kinds}
         for kind in kinds:
-            until(lambda: self.beats(KINDS.index(kind)) > before[kind] + 2, f"{kind} goes on")  # noqa: B023
+            until(lambda: self.beats(KINDS.index(kind)) > before[kind] + 2, f"{kind} continues")  # noqa: B023
         until(lambda: "t" not in self.states(), "nobody is held")
 
 
 @contextlib.contextmanager
-def running(directory: Path, *kinds: str, name: str = "", more: str = "") -> Iterator[Process]:
-    """The subject; ``name``: of a thread that a library begins; ``more``: what else it does before it goes."""
+def running(
+    directory: Path, *kinds: str, name: str = "", of: str = "libthread.so", more: str = ""
+) -> Iterator[Process]:
+    """The subject; ``name``: of a thread that the library ``of`` begins; ``more``: what else it does before it goes."""
     file, lock = directory / "words", directory / "lock"
     file.write_bytes(bytes(64))
     lock.touch()
@@ -175,7 +191,7 @@ def running(directory: Path, *kinds: str, name: str = "", more: str = "") -> Ite
             str(file),
             str(lock),
             ",".join(kinds),
-            *([name, str(library(directory / "libthread.so", THREAD))] if name else []),
+            *([name, str(library(directory / of, THREAD))] if name else []),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -210,7 +226,7 @@ def test_all_threads_are_frozen_and_run_on(tmp_path, kinds):
             assert len(frozen._frozen) >= 2
             stays_at_rest(subject)
             frozen.release()
-            subject.goes_on(*set(kinds))
+            subject.continues(*set(kinds))
 
 
 @pytest.mark.torture
@@ -220,7 +236,7 @@ def test_all_threads_are_stopped_a_thousand_times(tmp_path):
             frozen = subject.frozen()
             stays_at_rest(subject)
             frozen.release()
-        subject.goes_on(*KINDS[:5])
+        subject.continues(*KINDS[:5])
 
 
 def test_signals_are_not_lost(tmp_path):
@@ -240,7 +256,7 @@ def test_signals_are_not_lost(tmp_path):
 
 
 def test_a_thread_that_cannot_be_frozen(tmp_path):
-    """The thread is in a system call of which nobody knows what it holds; all others go on, and so does this one."""
+    """The thread is in a system call of which nobody knows what it holds; all others continue, and so does this one."""
     with running(tmp_path, "computes", "waits", "comes", "locks") as subject:
         with open(subject.lock) as held:
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -248,8 +264,8 @@ def test_a_thread_that_cannot_be_frozen(tmp_path):
             until(lambda: waiting in Path("/proc/locks").read_text(), "it waits for the lock")
             with pytest.raises(TimeoutError):
                 subject.frozen(0.2)
-            subject.goes_on("computes", "waits", "comes")
-        subject.goes_on("locks")
+            subject.continues("computes", "waits", "comes")
+        subject.continues("locks")
 
 
 def test_a_thread_without_a_lock_of_memory_is_stopped_where_there_is_no_other_way(tmp_path):
@@ -261,14 +277,21 @@ def test_a_thread_without_a_lock_of_memory_is_stopped_where_there_is_no_other_wa
             frozen = subject.frozen(2, insist=True)
             stays_at_rest(subject)
             frozen.release()
-        subject.goes_on("computes", "allocates", "locks")
+        subject.continues("computes", "allocates", "locks")
 
 
 @pytest.mark.parametrize(
-    "name", ["cuda00001400006", "cuda0000240000a", "cuda-EvtHandlr", "gpu-ckpt-fast", "gpu-ckpt-copy"]
+    ("name", "of"),
+    [
+        ("cuda00001400006", "libthread.so"),
+        ("cuda0000240000a", "libthread.so"),
+        ("cuda-EvtHandlr", "libcuda.so.1"),
+        ("gpu-ckpt-fast", "_fastpath.so"),
+        ("gpu-ckpt-copy", "_fastpath-0123456789abcdef.so"),
+    ],
 )
-def test_threads_of_the_driver_and_of_the_library_run_on(tmp_path, name):
-    with running(tmp_path, "computes", name=name) as subject:
+def test_threads_of_the_driver_and_of_the_library_run_on(tmp_path, name, of):
+    with running(tmp_path, "computes", name=name, of=of) as subject:
         frozen = subject.frozen()
         assert subject.states_by_name()[name] != "t"
         assert set(subject.states_by_name().values()) > {"t"}
@@ -293,11 +316,13 @@ takes(False)
             getattr(frozen, freeze)(time.monotonic() + 30)
             stays_at_rest(subject)
             frozen.release()
-        subject.goes_on("computes")
+        subject.continues("computes")
 
 
-@pytest.mark.parametrize("name", ["cuda0", "cudaworker", "gpu-ckpt-mine", "gpu-ckpt-away"])
-def test_threads_that_are_called_nearly_so_are_frozen(tmp_path, name):
+@pytest.mark.parametrize(
+    "name", ["cuda0", "cudaworker", "gpu-ckpt-mine", "gpu-ckpt-away", "gpu-ckpt-fast", "gpu-ckpt-copy"]
+)
+def test_threads_of_other_libraries_are_frozen_that_are_called_nearly_so_or_as_the_library_s(tmp_path, name):
     with running(tmp_path, "computes", name=name) as subject:
         frozen = subject.frozen()
         stays_at_rest(subject)
@@ -309,7 +334,7 @@ def test_a_thread_that_may_be_a_driver_s_of_another_release(tmp_path, name):
     with running(tmp_path, "computes", name=name) as subject:
         with pytest.raises(OSError, match="may be the CUDA driver's"):
             subject.frozen()
-        subject.goes_on("computes")
+        subject.continues("computes")
         frozen = subject.frozen(insist=True)
         stays_at_rest(subject)
         frozen.release()
@@ -317,28 +342,28 @@ def test_a_thread_that_may_be_a_driver_s_of_another_release(tmp_path, name):
 
 def kill_who_stopped(subject: Process, source: str) -> None:
     """Have another process, which runs ``source``, stop all threads, and kill it."""
-    parker = subprocess.Popen(
+    other = subprocess.Popen(
         [sys.executable, "-c", source, str(subject.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
-        assert parker.stdout is not None
-        assert int(parker.stdout.readline()) >= 5
+        assert other.stdout is not None
+        assert int(other.stdout.readline()) >= 5
         stays_at_rest(subject)
     finally:
-        parker.kill()
-        parker.communicate()
+        other.kill()
+        other.communicate()
 
 
 def test_the_process_that_stopped_the_threads_is_killed(tmp_path):
     with running(tmp_path, *KINDS[:5]) as subject:
-        kill_who_stopped(subject, PARKER)
-        subject.goes_on(*KINDS[:5])
+        kill_who_stopped(subject, FREEZES)
+        subject.continues(*KINDS[:5])
 
 
 def test_the_init_that_stopped_the_threads_is_killed(tmp_path):
     """All processes of its namespace end with it, but its tracees would run until then."""
     with running(tmp_path, *KINDS[:5]) as subject:
-        kill_who_stopped(subject, f"import os\nos.getpid = lambda: 1\n{PARKER}")
+        kill_who_stopped(subject, f"import os\nos.getpid = lambda: 1\n{FREEZES}")
         assert subject.process.wait(60) == -signal.SIGKILL
 
 
@@ -369,7 +394,7 @@ def test_a_stopped_process_stays_stopped(tmp_path, continued):
             until(lambda: set(subject.states()) == {"T"}, "it is stopped again")
             os.kill(subject.pid, signal.SIGCONT)
         os.kill(subject.pid, signal.SIGRTMIN)
-        until(lambda: subject.beats(SIGNALS) == 1, "it goes on")
+        until(lambda: subject.beats(SIGNALS) == 1, "it continues")
 
 
 def test_a_process_that_is_stopped_where_it_cannot_be_frozen(tmp_path):
@@ -384,7 +409,7 @@ def test_a_process_that_is_stopped_where_it_cannot_be_frozen(tmp_path):
                 subject.frozen(0.2)
             until(lambda: set(subject.states()) == {"T"}, "it is stopped still")
             os.kill(subject.pid, signal.SIGCONT)
-        subject.goes_on("locks")
+        subject.continues("locks")
 
 
 def test_a_process_that_is_stopped_while_it_is_frozen(tmp_path):
@@ -395,7 +420,7 @@ def test_a_process_that_is_stopped_while_it_is_frozen(tmp_path):
         frozen.release()
         until(lambda: set(subject.states()) == {"T"}, "it is stopped")
         os.kill(subject.pid, signal.SIGCONT)
-        subject.goes_on("computes", "waits")
+        subject.continues("computes", "waits")
 
 
 @pytest.mark.parametrize(
@@ -531,11 +556,11 @@ def test_threads_that_could_call_the_driver_are_frozen_and_libzmq_s_serve_on(ser
         until(lambda: set(subject.states()) == {"T"}, "it is stopped")
         frozen.freeze_again(time.monotonic() + 30)
         os.kill(subject.pid, signal.SIGCONT)
-        until(lambda: subject.states_by_name()["ZMQbg/IO/0"] == "S", "libzmq's go on")
+        until(lambda: subject.states_by_name()["ZMQbg/IO/0"] == "S", "libzmq's continue")
         assert accepts(subject.pid)
         assert subject.beats(KINDS.index("computes")) == before
         frozen.release()
-        subject.goes_on("computes", "allocates")
+        subject.continues("computes", "allocates")
         assert answers() == "yes"
 
 
@@ -596,7 +621,7 @@ def test_callers_that_cannot_be_frozen_all_run_on(served):
     subject, frozen, answers = served
     with Tracee(subject.pid, running=True), pytest.raises(PermissionError):
         frozen.freeze_callers(time.monotonic() + 30)
-    subject.goes_on("computes", "allocates")
+    subject.continues("computes", "allocates")
     assert answers() == "yes"
 
 
@@ -609,11 +634,11 @@ def test_callers_stay_frozen_when_their_process_does_not_stop_in_time(served, mo
         patch.setattr(criu_guard, "_all_stopped", lambda _: False)
         with pytest.raises(criu_guard.DoesNotStop):
             criu_guard.stop(subject.pid, time.monotonic() + 0.1, frozen)
-    until(lambda: set(subject.states()) == {"S", "t"}, "libzmq's and the driver's go on")
+    until(lambda: set(subject.states()) == {"S", "t"}, "libzmq's and the driver's continue")
     assert accepts(subject.pid)
     assert subject.beats(KINDS.index("computes")) == before
     frozen.release()
-    subject.goes_on("computes", "allocates")
+    subject.continues("computes", "allocates")
     assert answers() == "yes"
 
 
@@ -631,19 +656,19 @@ def test_code_in_which_no_caller_is_frozen(path, is_libzmq):
 
 
 def test_who_stands_in_a_stop_stays_when_it_ends(tmp_path):
-    """After a restore all were stopped, and only the driver's threads are to go on."""
+    """After a restore all were stopped, and only the driver's threads are to continue."""
     with running(tmp_path, "computes", "allocates", name="cuda-EvtHandlr") as subject:
         os.kill(subject.pid, signal.SIGSTOP)
         until(lambda: set(subject.states()) == {"T"}, "it is stopped")
         frozen = FrozenThreads(subject.pid)
         frozen.freeze_stopped(time.monotonic() + 30)
         os.kill(subject.pid, signal.SIGCONT)
-        until(lambda: subject.states_by_name()["cuda-EvtHandlr"] == "S", "the driver's goes on")
+        until(lambda: subject.states_by_name()["cuda-EvtHandlr"] == "S", "the driver's continues")
         before = subject.beats(KINDS.index("computes")), subject.beats(KINDS.index("allocates"))
         assert sorted(set(subject.states())) == ["S", "t"]
         assert before == (subject.beats(KINDS.index("computes")), subject.beats(KINDS.index("allocates")))
         frozen.release()
-        subject.goes_on("computes", "allocates")
+        subject.continues("computes", "allocates")
 
 
 def test_a_failure_releases_only_what_it_froze(tmp_path):
@@ -664,7 +689,7 @@ def test_a_failure_releases_only_what_it_froze(tmp_path):
             with pytest.raises(TimeoutError):
                 frozen.freeze_all(time.monotonic() + 0.2)
             assert len(frozen._frozen) == 0
-        subject.goes_on("waits", "locks")
+        subject.continues("waits", "locks")
 
 
 def test_memory_behind_a_thread_says_nothing_about_it():

@@ -117,16 +117,16 @@ def test_a_child_is_refused_by_its_name(kind, capsule):
     assert hint in refusal["hint"]
 
 
-@pytest.mark.parametrize("spare", [2, 3])
-def test_as_many_open_files_as_a_dump_needs_are_enough(spare, capsule, criu, home):
+@pytest.mark.parametrize("free", [2, 3])
+def test_as_many_open_files_as_a_dump_needs_are_enough(free, capsule, criu, home):
     subject = Subject(capsule)
-    limit = 3 + spare
+    limit = 3 + free
     source = (
         f"import resource, time; resource.setrlimit(7, ({limit}, {limit})); print('ready', flush=True)\ntime.sleep(99)"
     )
     subject.tell(CHILD.format(source=source))
-    assert bool(capsule.inspect()["refusals"]) == (spare < inventory._CRIU_DESCRIPTORS)
-    if spare == inventory._CRIU_DESCRIPTORS:
+    assert bool(capsule.inspect()["refusals"]) == (free < inventory._CRIU_DESCRIPTORS)
+    if free == inventory._CRIU_DESCRIPTORS:
         criu.dump(capsule, home / "image", timeout=60)
 
 

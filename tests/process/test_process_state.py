@@ -152,7 +152,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "time slice": (
         "attributes = struct.pack('=IIQiIQQQII', 56, 0, 0, 0, 0, 5_000_000, 0, 0, 0, 0)\n"
         "tid = in_thread(lambda: call(314, 0, attributes, 0))",
-        "room = ctypes.create_string_buffer(56); call(315, tid, room, 56, 0); answer = room.raw",
+        "buffer = ctypes.create_string_buffer(56); call(315, tid, buffer, 56, 0); answer = buffer.raw",
     ),
     "I/O priority": ("tid = in_thread(lambda: call(251, 1, 0, 2 << 13 | 6))", "answer = call(252, 1, tid)"),
     "timer slack": ("prctl(29, 123456)", "answer = prctl(30)"),
@@ -610,14 +610,14 @@ def test_a_kind_of_state_that_rules_others_comes_back(criu, name):
 #: How each is made, and the words by which it is refused while the kernel runs.
 REFUSED: dict[str, tuple[str, str]] = {
     "io_uring": (
-        "room = ctypes.create_string_buffer(120); fd = call(425, 4, room)",
+        "buffer = ctypes.create_string_buffer(120); fd = call(425, 4, buffer)",
         "an io_uring instance (descriptor ",
     ),
     "userfaultfd": ("fd = call(323, 1)", "a userfaultfd (descriptor "),
     "Landlock ruleset": ("fd = call(444, struct.pack('Q', 1), 8, 0)", "a Landlock ruleset (descriptor "),
     "secret memory": ("fd = call(447, 0)", "secret memory (memfd_secret, descriptor "),
     "asynchronous I/O": (
-        "room = ctypes.create_string_buffer(8); call(206, 4, room)",
+        "buffer = ctypes.create_string_buffer(8); call(206, 4, buffer)",
         "an asynchronous I/O context (io_setup)",
     ),
     "message queue": (
@@ -720,8 +720,8 @@ if ROOT:
     REFUSED["repair"] = ("s = socket.socket(); s.setsockopt(6, 19, 1)", "a TCP socket under repair (TCP_REPAIR)")
     REFUSED["device"] = ("fd = os.open('/dev/fuse', os.O_RDWR)", "the device /dev/fuse (descriptor ")
     REFUSED["performance counter"] = (
-        "room = ctypes.create_string_buffer(128); struct.pack_into('IIQ', room, 0, 1, 128, 0)\n"
-        "fd = call(298, room, 0, -1, -1, 0)",
+        "buffer = ctypes.create_string_buffer(128); struct.pack_into('IIQ', buffer, 0, 1, 128, 0)\n"
+        "fd = call(298, buffer, 0, -1, -1, 0)",
         "a performance counter",
     )
 else:
@@ -774,8 +774,8 @@ def test_a_datagram_that_leaves_in_a_moment_is_not_refused(monkeypatch):
 
 def test_a_protocol_above_tcp_is_refused_by_its_name():
     class Encrypted(socket.socket):
-        def getsockopt(self, level, number, *room):
-            return b"tls\0\0" if (level, number) == (6, 31) else super().getsockopt(level, number, *room)
+        def getsockopt(self, level, number, *buffer):
+            return b"tls\0\0" if (level, number) == (6, 31) else super().getsockopt(level, number, *buffer)
 
     with Encrypted(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as sock:
         assert sockets.refusal(sock, 0) == "a TCP socket with another protocol of Linux above it (TCP_ULP tls)"

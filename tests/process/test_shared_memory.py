@@ -138,7 +138,7 @@ def test_what_would_not_be_the_same_in_a_new_file_is_refused_and_nothing_changes
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM])
-def test_memory_that_is_full_is_named_and_all_go_on_sharing(files, pair, monkeypatch, code):
+def test_memory_that_is_full_is_named_and_all_continue_sharing(files, pair, monkeypatch, code):
     """Memory that has moved stays in its new file, for all processes, at any write that fails."""
     both, writes = pair("mapped"), []
     write, turns = shared_memory._write, itertools.count(1)

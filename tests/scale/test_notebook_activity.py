@@ -32,7 +32,7 @@ def test_the_median_gap_is_five_minutes(gaps):
 
 
 def test_a_reserved_gpu_is_idle_more_than_four_fifths_of_the_time(cells, gaps):
-    """From the first cell of a sitting to its last; a reservation that goes on into the night is idle for longer."""
+    """From the first cell of a sitting to its last; a reservation that continues into the night is idle for longer."""
     busy = sum(cell.seconds for cell in cells)
     assert 0.80 < sum(gaps) / (sum(gaps) + busy) < 0.84
 

@@ -150,7 +150,7 @@ async def test_after_each_cell(tmp_path, runtime_base, criu_binary):
 
 
 async def test_a_kernel_whose_gate_has_failed_keeps_no_other_from_being_saved():
-    """The rounds go on for the whole life of the server."""
+    """The rounds continue for the whole life of the server."""
     saved = []
 
     class Kernel(SimpleNamespace):

@@ -94,7 +94,7 @@ class Torture:
         return [(verb, self.rng.uniform(0, pause), self.rng.choice([None, None, 0.0, 0.2])) for verb in verbs]
 
     async def _fire_all(self, slot: int, plan: list[tuple[str, float, float | None]]) -> None:
-        room = asyncio.Semaphore(AT_ONCE)
+        slots = asyncio.Semaphore(AT_ONCE)
 
         async def fire(verb: str, kernel: Kernel) -> None:
             try:
@@ -102,11 +102,11 @@ class Torture:
             except Exception as error:
                 self.story.accuse(kernel.id, f"{verb}: {type(error).__name__}: {error}")
             finally:
-                room.release()
+                slots.release()
 
         tasks = []
         for number, (verb, pause, cell) in enumerate(plan):
-            await room.acquire()
+            await slots.acquire()
             await asyncio.sleep(pause)
             kernel = self.kernels[slot]
             if cell is not None:

@@ -26,7 +26,7 @@ class KernelDouble:
     def observe(self, now: float) -> bool:
         return True
 
-    def must_leave(self, reason) -> None:
+    def begin_suspend(self, reason) -> None:
         pass
 
 
@@ -202,7 +202,7 @@ def test_a_kernel_whose_facts_fail_silences_no_other_one(exchange, waiting, monk
     deadline = time.monotonic() + 60
     while records.read(exchange.directory)[0].alive_at <= before[0].alive_at and time.monotonic() < deadline:
         time.sleep(0.01)
-    [*map(exchange.leave, (waiting, broken))]
+    [*map(exchange.detach, (waiting, broken))]
     assert waiting._written > before[0].alive_at
 
 

@@ -186,7 +186,7 @@ def happen(day: Day, node: Checked) -> simpy.events.ProcessGenerator:
             )
             node.occupy("GPU-0", TOTAL - there)
         elif kernel in node.records:
-            {"stop": node.stop, "go on": node.continue_stopped, "kill": node.end, "interrupt": node.interrupt}[what](
+            {"stop": node.stop, "continue": node.continue_stopped, "kill": node.end, "interrupt": node.interrupt}[what](
                 kernel
             )
     yield node.env.timeout(60.0)
@@ -253,7 +253,7 @@ def test_kernels_with_several_gpus_never_wait_for_each_other_for_ever(day):
     assert len(run(day).ran) == sum(map(len, day.cells))
 
 
-@given(days(several=True, faults=("stop", "go on", "kill", "interrupt", "occupy")))
+@given(days(several=True, faults=("stop", "continue", "kill", "interrupt", "occupy")))
 @PROPERTY
 def test_nothing_is_lost_when_servers_stop_kernels_end_and_programs_take_memory(day):
     seen = run(day)

@@ -11,12 +11,12 @@ from jupyter_gpu_ckpt.sharing.policy import (
     SILENT_S,
     Allotment,
     Decisions,
-    LeaveReason,
     NeverFits,
     NodeSnapshot,
     Rules,
     SharedGpu,
     SuspendFor,
+    SuspendReason,
     decide,
     others,
     used,
@@ -53,20 +53,20 @@ def decided(*participants: Participant, gpus: tuple[SharedGpu, ...] = (SharedGpu
     return decide(NodeSnapshot(NOW, gpus, participants, **facts))
 
 
-def leavers(decisions: Decisions) -> list[str]:
+def suspended(decisions: Decisions) -> list[str]:
     return [each.kernel for each in decisions.suspends]
 
 
 def test_memory_is_taken_from_the_longest_idle_only_as_far_as_it_is_needed():
     there = [idle("a", 10.0), idle("b", 30.0), idle("c", 20.0)]
-    assert leavers(decided(*there)) == []
-    assert leavers(decided(*there, waiting("w", needs=10))) == []
-    assert leavers(decided(*there, waiting("w", needs=40))) == ["a"]
-    assert leavers(decided(*there, waiting("w", needs=60))) == ["a", "c"]
+    assert suspended(decided(*there)) == []
+    assert suspended(decided(*there, waiting("w", needs=10))) == []
+    assert suspended(decided(*there, waiting("w", needs=40))) == ["a"]
+    assert suspended(decided(*there, waiting("w", needs=60))) == ["a", "c"]
 
 
 def test_one_with_a_mirror_leaves_before_one_that_is_idle_for_longer():
-    assert leavers(decided(idle("a", 10.0), idle("b", 30.0, mirrored=True), waiting("w", needs=60))) == ["b"]
+    assert suspended(decided(idle("a", 10.0), idle("b", 30.0, mirrored=True), waiting("w", needs=60))) == ["b"]
 
 
 def test_kernels_that_fit_compute_at_the_same_time():
@@ -87,7 +87,7 @@ def test_kernels_that_fit_compute_at_the_same_time():
 )
 def test_turns_end_for_new_cells_and_for_long_ones(ran, first, turns, leaves):
     decisions = decided(computing("a", NOW - ran, first=first), waiting("w", turns=turns))
-    assert decisions.suspends == ((SuspendFor("a", LeaveReason.TURN),) if leaves else ())
+    assert decisions.suspends == ((SuspendFor("a", SuspendReason.TURN),) if leaves else ())
     assert [each.kernel for each in decisions.waits] == ["w"]
 
 
@@ -98,7 +98,7 @@ def test_a_new_cell_of_a_kernel_that_is_there_ends_no_turn_for_another():
     assert [each.kernel for each in decisions.grants] == ["new"] and not decisions.suspends
 
 
-def test_a_turn_goes_on_while_nobody_waits():
+def test_a_turn_continues_while_nobody_waits():
     assert decided(computing("a", 0.0)) == Decisions(factors={"A": 1})
 
 
@@ -110,24 +110,24 @@ def test_a_kernel_that_cannot_pause_or_is_protected_keeps_its_turn_and_nobody_kn
 
 def test_protection_ends_with_the_budget_of_its_user():
     there = idle("a", 0.0, 50, protected=True, protect_used=3000.0, user="u"), idle("b", 0.0, 1, user="u")
-    assert leavers(decided(*there, waiting("w"))) == []
-    assert leavers(decided(*there, waiting("w"), allotments={"u": Allotment(protect_budget=2999.0)})) == ["a"]
+    assert suspended(decided(*there, waiting("w"))) == []
+    assert suspended(decided(*there, waiting("w"), allotments={"u": Allotment(protect_budget=2999.0)})) == ["a"]
 
 
 @pytest.mark.parametrize("frees", [False, True])
 @pytest.mark.parametrize("early", [False, True])
 def test_only_a_kernel_that_can_arrive_early_is_granted_memory_that_is_becoming_free(frees, early):
-    leaver = replace(idle("a", 0.0, 80), residence=Residence.LEAVING, moving_since=NOW, frees=frees)
-    again = replace(leaver, waiting_since=NOW - 0.5, arrives_early=True)
-    for there in (leaver, again):  # a kernel that still leaves does not return yet
+    leaving = replace(idle("a", 0.0, 80), residence=Residence.LEAVING, moving_since=NOW, frees=frees)
+    again = replace(leaving, waiting_since=NOW - 0.5, arrives_early=True)
+    for there in (leaving, again):  # a kernel that still leaves does not return yet
         decisions = decided(there, waiting("w", arrives_early=early))
         assert [each.kernel for each in decisions.grants] == (["w"] if frees and early else [])
 
 
 def test_what_becomes_free_is_granted_to_one_kernel():
-    leaver = replace(idle("a", 0.0, 80), residence=Residence.LEAVING, moving_since=NOW, frees=True)
+    leaving = replace(idle("a", 0.0, 80), residence=Residence.LEAVING, moving_since=NOW, frees=True)
     both = [waiting(name, since, needs=60, arrives_early=True) for name, since in (("v", NOW - 2), ("w", NOW - 1))]
-    decisions = decided(leaver, *both)
+    decisions = decided(leaving, *both)
     assert ([each.kernel for each in decisions.grants], [each.kernel for each in decisions.waits]) == (["v"], ["w"])
 
 
@@ -171,7 +171,7 @@ def test_users_come_before_their_kernels():
 def test_a_new_cell_passes_users_who_are_still_served_after_a_turn_of_each_other_user(
     ran, holder_is_new, waited, first
 ):
-    """Two other users, two turns: the long one has waited, the holder goes on until it is cut, a first turn follows."""
+    """Two other users, two turns: the long one has waited, the holder runs until it is cut, a first turn follows."""
     long = waiting("long", NOW - waited, turns=1, served_at=NOW - waited)
     new = waiting("new", served_at=NOW - 10)
     assert decided(long, new, computing("x", NOW - ran, first=holder_is_new)).waits[0].kernel == first
@@ -277,7 +277,7 @@ def test_a_kernel_that_leaves_cannot_come_before_it_has_left():
 
 def test_a_kernel_that_grows_gets_the_memory_of_idle_ones():
     grown = computing("a", NOW, 40).grew((80,))
-    assert leavers(decided(grown, idle("b", 0.0, 30))) == ["b"]
+    assert suspended(decided(grown, idle("b", 0.0, 30))) == ["b"]
 
 
 def test_the_records_of_one_cell_from_the_first_call_to_its_end():

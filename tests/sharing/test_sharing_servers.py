@@ -217,7 +217,7 @@ def test_a_server_that_is_killed_or_stopped_in_a_hand_over_holds_nobody_up(world
         os.waitid(os.P_PID, first.process.pid, os.WSTOPPED | os.WNOWAIT)
         began = time.monotonic()
         if world.has_memory(first):
-            # It stays: what another cell waits for is said in it, and the rest goes on once the server does.
+            # It stays: what another cell waits for is said in it, and the rest continues once the server does.
             second.is_answered()
             how += f" with memory, said after {time.monotonic() - began:.2f} s"
         else:
@@ -246,7 +246,7 @@ def runs_a_cell(kernel: sharing_server.Kernel) -> None:
     assert not cell.is_alive(), "its cell waits for ever"
 
 
-def test_a_kernel_whose_claim_is_void_when_its_server_goes_on_waits_anew(tmp_path, monkeypatch):
+def test_a_kernel_whose_claim_is_void_when_its_server_continues_waits_anew(tmp_path, monkeypatch):
     """Its server was stopped between the claim and the move, and others may have been granted the memory meanwhile."""
     valid = iter([False])
     monkeypatch.setattr(Member, "claim_is_valid", lambda member: next(valid, True))
@@ -257,7 +257,7 @@ def test_a_kernel_whose_claim_is_void_when_its_server_goes_on_waits_anew(tmp_pat
 
 
 def test_nobody_waits_for_decisions_that_cannot_be_made(tmp_path, monkeypatch):
-    """Another user may have filled the directory: the move goes on without sharing, or says why it cannot."""
+    """Another user may have filled the directory: the move continues without sharing, or says why it cannot."""
     monkeypatch.setattr("jupyter_gpu_ckpt.sharing.exchange.SILENT_S", 0.3)
     gpus, exchange = server_with_a_gpu(tmp_path)
     kernel = sharing_server.Kernel(0, 60, exchange, gpus, tmp_path / "memory", seed=1)
@@ -299,5 +299,5 @@ def test_a_kernel_comes_back_without_sharing_where_there_is_no_thread_and_the_ne
         kernel = sharing_server.Kernel(1, 60, exchange, gpus, tmp_path / "memory", seed=1)
         with pytest.raises(OSError, match="unavailable"):
             kernel.sharing.admit({A: 60}, gpus.list(), elsewhere=True)
-    kernel.sharing.look()  # as the gate has it when a cell begins
+    kernel.sharing.join()  # as the gate has it when a cell begins
     runs_a_cell(kernel)

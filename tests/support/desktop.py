@@ -194,10 +194,10 @@ class SharedTab:
         from playwright.sync_api import Error as NotPutBack
 
         if self._tab is not None and self._tab.was_reloaded:
-            self.close()  # the launcher, for which `leave` waits, does not come in a page that was reloaded
+            self.close()  # the launcher, for which `put_back` waits, does not come in a page that was reloaded
         try:
             if self._tab is not None:
-                self._tab.leave(self._size)
+                self._tab.put_back(self._size)
             end_kernels(self._server)
             if self._tab is not None:
                 self._tab.settle()
@@ -235,13 +235,13 @@ class Tab:
         self.page.evaluate(OPEN, notebook)
         self.ready()
 
-    def leave(self, size: dict[str, int]) -> None:
+    def put_back(self, size: dict[str, int]) -> None:
         """Close everything but the page, which shows in a window of that size what a fresh one shows."""
         for page in self.window.context.pages:
             if page is not self.page:
                 page.close()
         self.page.unroute_all()
-        self.window.events.mend()
+        self.window.events.reconnect()
         self.page.set_viewport_size(size)
         self.page.mouse.move(0, 0)  # what lies under the mouse stays
         self.page.evaluate(PUT_BACK)

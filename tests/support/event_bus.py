@@ -29,7 +29,7 @@ class EventBus:
         """Drop all events; the connection stays open."""
         self.is_cut = True
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         """Pass events on again."""
         self.is_cut = False
 

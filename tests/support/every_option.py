@@ -135,9 +135,9 @@ def read(sock: socket.socket, level: int, number: int) -> str:
     """An option's value in hex; empty if the socket has no such option."""
     with contextlib.suppress(OSError):
         # A filter's length is in instructions.
-        room = 0 if (level, number) == (socket.SOL_SOCKET, _SO_ATTACH_FILTER) else 256
-        if room:
-            value = sock.getsockopt(level, number, room).hex()
+        size = 0 if (level, number) == (socket.SOL_SOCKET, _SO_ATTACH_FILTER) else 256
+        if size:
+            value = sock.getsockopt(level, number, size).hex()
             return value.rstrip("0") if name_of(level, number) == "NETLINK_LIST_MEMBERSHIPS" else value
         length = ctypes.c_uint(0)
         if libc.getsockopt(sock.fileno(), level, number, None, ctypes.byref(length)) == 0:

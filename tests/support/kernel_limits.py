@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-#: Defines `leave(NAME, COUNT)` and `lift()`; a limit of a name of `resource` is set, so that COUNT more can be had.
+#: Defines `allow(NAME, COUNT)` and `lift()`; a limit of a name of `resource` is set, so that COUNT more can be had.
 LIMITS = """
 import os, resource
 
@@ -30,7 +30,7 @@ def used_tasks():
             pass
     return tasks
 
-def leave(name, count):
+def allow(name, count):
     if name == "NOFILE":
         used, limit = used_descriptors(), 0
         while limit - sum(number < limit for number in used) < count or limit in used:

@@ -1,6 +1,6 @@
 """A file system whose server stops answering, as a network file system's does when its host is gone.
 
-The protocol is that of ``include/uapi/linux/fuse.h``, version 7.31: as much of it as opens one file.
+The protocol is that of ``include/uapi/linux/fuse.h``, version 7.31: as much of it as opens one file and deletes names.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-_INIT, _LOOKUP, _GETATTR, _OPEN, _FORGET, _BATCH_FORGET = 26, 1, 3, 14, 2, 42
-_MNT_DETACH = 2
+_INIT, _LOOKUP, _GETATTR, _UNLINK, _OPEN, _FORGET, _BATCH_FORGET = 26, 1, 3, 10, 14, 2, 42
+#: Names of the one file.
+_NAMES = (b"file", b"other")
+_MNT_FORCE, _MNT_DETACH = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class SilentFuse:
-    """A mount with the file ``file`` in it; nothing is answered after `fall_silent`.
+    """A mount with the file ``file`` in it, also known as ``other``; nothing is answered after `fall_silent`.
 
     For root only.
     """
@@ -46,8 +48,9 @@ class SilentFuse:
         os.close(self._stop)
 
     def end(self) -> None:
-        """End the server: what waits for an answer is given an error."""
+        """End the server: what waits for an answer is given an error, also where a process has inherited the device."""
         self.fall_silent()
+        _libc.umount2(os.fsencode(self.place), _MNT_FORCE)
         if self._device >= 0:
             os.close(self._device)
             self._device = -1
@@ -76,11 +79,13 @@ class SilentFuse:
         if opcode == _INIT:
             return 0, struct.pack("=IIIIHHIIHHI28x", 7, 31, 0, 0, 12, 10, 1 << 12, 1, 0, 0, 0)
         if opcode == _LOOKUP:
-            if body.rstrip(b"\0") != b"file":
+            if body.rstrip(b"\0") not in _NAMES:
                 return errno.ENOENT, b""
             return 0, struct.pack("=QQQQII", 2, 0, 0, 0, 0, 0) + self._attributes(2)
         if opcode == _GETATTR:
             return 0, struct.pack("=QII", 0, 0, 0) + self._attributes(node)
+        if opcode == _UNLINK:
+            return 0, b""
         if opcode == _OPEN:
             return 0, struct.pack("=QII", 1, 0, 0)
         return errno.ENOSYS, b""
@@ -88,4 +93,4 @@ class SilentFuse:
     @staticmethod
     def _attributes(node: int) -> bytes:
         mode = stat.S_IFDIR | 0o755 if node == 1 else stat.S_IFREG | 0o644
-        return struct.pack("=6Q10I", node, 0, 0, 0, 0, 0, 0, 0, 0, mode, 1, 0, 0, 0, 4096, 0)
+        return struct.pack("=6Q10I", node, 0, 0, 0, 0, 0, 0, 0, 0, mode, len(_NAMES), 0, 0, 0, 4096, 0)

@@ -44,7 +44,7 @@ LIFE = 10
 ANSWER = 120
 #: Seconds for which somebody else on this machine may have a port that a sleeping kernel had.
 PORTS = 30
-#: What two kinds may be refused for that were kept one by one: a child of theirs that hangs, a cell that goes on.
+#: What two kinds may be refused for that were kept one by one: a child of theirs that hangs, a cell that continues.
 REFUSALS = {"CHILD_PROCESSES", "KERNEL_BUSY"}
 #: The same, of another code: a child that one kind forks has what another kind keeps from sharing.
 SHARED = "an eventfd that is a semaphore and that processes share"

@@ -61,6 +61,7 @@
 #include "managed.h"
 #include "mappings.h"
 #include "mirror.h"
+#include "own_threads.h"
 #include "published.h"
 #include "rwlock_release.h"
 #include "seconds.h"
@@ -69,7 +70,7 @@
 #include "workers.h"
 
 #ifndef CONTROL_VERSION /* of another release, in tests */
-#define CONTROL_VERSION 6
+#define CONTROL_VERSION 7
 #endif
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
 /* The same, for the processes that the kernel starts: each appends its pid to the name. */
@@ -361,7 +362,7 @@ static bool is_own_socket(int descriptor)
 static void *listen_while_open(void *argument)
 {
     (void)argument;
-    pthread_setname_np(pthread_self(), "gpu-ckpt-fast");
+    own_thread_begin("gpu-ckpt-fast");
     publish(false);
     for (;;) {
         wait_readable(atomic_load(&listener));

@@ -10,6 +10,7 @@
 
 #include "host_memory.h"
 #include "mappings.h"
+#include "own_threads.h"
 #include "page_digests.h"
 #include "rwlock_release.h"
 #include "zero_parts.h"
@@ -156,7 +157,7 @@ static void *copy(void *argument)
     const struct driver *cu = driver();
     struct worker worker = {.work = work};
     struct buffer *buffers = worker.buffers;
-    pthread_setname_np(pthread_self(), "gpu-ckpt-copy");
+    own_thread_begin("gpu-ckpt-copy");
     CUresult result = cu->cuCtxSetCurrent(work->context);
     char *buffered = work->ring->memory + atomic_fetch_add(&work->workers, 1) * PART_BYTES * BUFFERS;
     for (size_t at = 0; at < BUFFERS && result == CUDA_SUCCESS; at++) {

@@ -17,6 +17,7 @@
 
 #include "control.h"
 #include "launch_gate_names.h"
+#include "own_threads.h"
 #include "published.h"
 #include "seconds.h"
 
@@ -91,12 +92,15 @@ void launch_gate_expire(bool needed)
 /* -- waiting */
 
 /* Whether this thread is one of the driver's own or of this library: those that run while all others are stopped
- * (`process/freezer.py`), by their names.  Were one to wait here, the driver might wait for it. */
+ * (`process/freezer.py`).  Were one to wait here, the driver might wait for it.  The driver's are known by their names
+ * alone: it starts them itself, and nothing that it calls or publishes says which they are. */
 static bool is_internal_thread(void)
 {
     char name[16] = "";
+    if (is_own_thread())
+        return true;
     prctl(PR_GET_NAME, name);
-    return strcmp(name, "cuda-EvtHandlr") == 0 || strncmp(name, "gpu-ckpt-", strlen("gpu-ckpt-")) == 0 ||
+    return strcmp(name, "cuda-EvtHandlr") == 0 ||
            (strncmp(name, "cuda", 4) == 0 && strspn(name + 4, "0123456789abcdef") == 11);
 }
 
@@ -282,7 +286,7 @@ void *launch_gate_function(void *original)
 }
 
 struct passage {
-    void *function; /* to go on to; or NULL */
+    void *function; /* to continue with; or NULL */
     long error;
 };
 

@@ -133,7 +133,7 @@ void *original_dlsym(void *library, const char *name)
     return (next != NULL ? next : gpu_ckpt_find_dlsym())(library, name);
 }
 
-/* Where a lookup goes on if ``function`` is NULL. */
+/* Where a lookup continues if ``function`` is NULL. */
 struct answer {
     void *function, *library;
 };

@@ -1,7 +1,7 @@
 /* How programs find the driver's functions: by name at link time, by `dlsym`, and by cuGetProcAddress.
  *
  * This library defines `dlsym` itself, so that lookups of a function of libcuda that it stands in for (`STAND_INS`)
- * find its own.  All other lookups go on to the next definition by a jump: glibc finds out by the return address who
+ * find its own.  All other lookups continue with the next definition by a jump: glibc finds out by the return address who
  * asks (RTLD_NEXT, RTLD_DEFAULT).  That is written for x86-64; elsewhere only names that are linked are found, and
  * `runtime.c` serves the CUDA runtime's own functions.
  */

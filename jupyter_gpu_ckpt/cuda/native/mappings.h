@@ -110,5 +110,5 @@ CUresult mappings_map_one(size_t number);
 /* Leave what is not unmapped to the driver, as if it had not been planned. */
 void mappings_exclude_present(void);
 
-/* After the contents are back: calls of the program go on. */
+/* After the contents are back: calls of the program continue. */
 void mappings_swapped_in(void);

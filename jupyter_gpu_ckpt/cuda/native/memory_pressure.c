@@ -13,7 +13,7 @@
 #endif
 #define CGROUP MEMORY_FILES "/sys/fs/cgroup/memory."
 /* The part of all memory that stays free, and percent of the time that processes wait. */
-#define SPARE 8
+#define RESERVED_PART 8
 #define MOST_PRESSURE 10
 #define UNKNOWN UINT64_MAX
 
@@ -35,7 +35,7 @@ static uint64_t number_of(const char *path, const char *word)
     return number_at(found + strspn(found, " "));
 }
 
-static bool is_short(uint64_t available, uint64_t all) { return available != UNKNOWN && all != UNKNOWN && available < all / SPARE; }
+static bool is_short(uint64_t available, uint64_t all) { return available != UNKNOWN && all != UNKNOWN && available < all / RESERVED_PART; }
 
 bool memory_is_short(void)
 {

@@ -1,4 +1,4 @@
-/* A copy of device memory in host memory that is made in the background, while the program is idle and may go on at any
+/* A copy of device memory in host memory that is made in the background, while the program is idle and may continue at any
  * time: the next swap then only moves what has changed since.
  *
  * It runs on the thread that serves requests, in steps of a few milliseconds between them, and ends with the first call

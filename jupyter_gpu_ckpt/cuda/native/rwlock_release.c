@@ -13,6 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "own_threads.h"
+
 #define TURN_NS 100000
 #define TURNS_PER_CHECK 50 /* 5 ms: a thread that waits for the same futex at two checks is blocked */
 #define PROBE_SECONDS 3
@@ -48,7 +50,7 @@ static struct {
 static void *run_probe_call(void *unused)
 {
     (void)unused;
-    pthread_setname_np(pthread_self(), "gpu-ckpt-copy");
+    own_thread_begin("gpu-ckpt-copy");
     atomic_store(&probe_call.tid, (int)syscall(SYS_gettid));
     probe_call.result = probe_call.dry_run();
     atomic_store(&probe_call.state, IDLE);
@@ -128,7 +130,7 @@ struct probe {
 static void *wait_at(void *argument)
 {
     struct probe *probe = argument;
-    pthread_setname_np(pthread_self(), "gpu-ckpt-copy");
+    own_thread_begin("gpu-ckpt-copy");
     atomic_store(&probe->tid, (int)syscall(SYS_gettid));
     if (probe->enter(&probe->lock.whole) == 0)
         pthread_rwlock_unlock(&probe->lock.whole);

@@ -14,7 +14,7 @@ from typing import Any
 from traitlets import Bool, Dict, Float, Int, TraitError, default, validate
 from traitlets.config import LoggingConfigurable
 
-from ...errors import GpuCkptError, InsufficientResources, PreflightError, StateError
+from ...errors import DriverTooOld, GpuCkptError, InsufficientResources, PreflightError, StateError
 from ...kernel.provisioner import GpuCkptProvisioner
 from ..periodic_task import PeriodicTask, wait
 from .policy import Action, IdleSettings, KernelSnapshot, Policy, Rule, Verb
@@ -196,7 +196,7 @@ class IdlePolicy(LoggingConfigurable):
             self._policy.dropped(action)
 
     def _failed(self, action: Action, error: GpuCkptError) -> None:
-        refused = isinstance(error, PreflightError | InsufficientResources | StateError)
+        refused = isinstance(error, PreflightError | InsufficientResources | StateError | DriverTooOld)
         is_new = self._policy.failed(action, error.as_dict(), refused=refused, now=time.monotonic())
         log = self.log.debug if not is_new else self.log.info if refused else self.log.warning
         # The code alone: the text of an error may name private files.  `outlook` has all of it.

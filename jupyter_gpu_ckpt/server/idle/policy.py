@@ -262,8 +262,8 @@ class Policy:
         if running and kernel.on_gpu and rule.suspend_after > 0 and not 0 < rule.checkpoint_after <= rule.suspend_after:
             yield Verb.SUSPEND, rule.suspend_after - idle
         away = kernel.state in (State.SUSPENDED, State.OFF_GPU)
-        may_leave = kernel.on_gpu or self.settings.without_device_memory if running else away
-        if may_leave and rule.checkpoint_after > 0:
+        may_checkpoint = kernel.on_gpu or self.settings.without_device_memory if running else away
+        if may_checkpoint and rule.checkpoint_after > 0:
             yield Verb.CHECKPOINT, rule.checkpoint_after - idle
 
     def _for_memory(

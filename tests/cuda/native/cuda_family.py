@@ -62,7 +62,7 @@ class Child:
         assert self.fake.state == RUNNING
         assert self.path().amounts().swapped_out == 0
         assert not self.path().launch_gate_is_closed()
-        self.program.goes_on()
+        self.program.continues()
 
 
 class Family(FastKernel):

@@ -76,10 +76,12 @@ void double_set_delay(unsigned microseconds);    /* of each copy on a stream */
 bool double_is_held(void);                       /* by a ``double_hold`` */
 /* Calls ``nth`` (1: the next) and, if ``lasting``, all later ones of the function fail; 0: none; "*": any function. */
 void double_fail(const char *function, long nth, bool lasting, CUresult result);
+/* The next call of the function calls another one in its thread first, as a profiler has the driver do. */
+void double_call_back(const char *function, void (*call)(void));
 /* The next call of the function waits (``double_waits``: it does now) until ``double_continue``. */
 void double_stop(const char *function);
 void double_stop_after(const char *function, long calls); /* the one after so many */
-/* The same; it goes on when there is no file of that name any more. */
+/* The same; it continues when there is no file of that name any more. */
 void double_stop_while(const char *function, long calls, const char *file);
 bool double_waits(void);
 void double_continue(void);

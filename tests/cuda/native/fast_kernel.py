@@ -97,7 +97,7 @@ class FastKernel:
         assert self.held() == self.blocks + CONTEXT
         assert not self.path().launch_gate_is_closed()
         assert self.gate.serves
-        self.program.goes_on()
+        self.program.continues()
 
 
 def chunks(image: Image) -> list[Path]:

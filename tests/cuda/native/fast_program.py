@@ -93,11 +93,11 @@ class Program:
         (self.directory / "said").unlink()
         return eval(said)
 
-    def goes_on(self) -> None:
+    def continues(self) -> None:
         """All that it holds is as it was, and its threads run."""
         assert self.ask("intact()") is True
         turns = self.ask("turns[0]")
-        until(lambda: self.ask("turns[0]") > turns, "the other thread goes on")
+        until(lambda: self.ask("turns[0]") > turns, "the other thread continues")
 
 
 class Kernel:
@@ -128,7 +128,7 @@ class Kernel:
         assert self.state == RUNNING
         assert self.path.amounts().swapped_out == 0
         assert not self.path.launch_gate_is_closed()
-        self._program.goes_on()
+        self._program.continues()
 
     def lock(self) -> None:
         self.cuda.lock(self.pid, 5)

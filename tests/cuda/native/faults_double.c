@@ -23,13 +23,17 @@ static struct {
     bool lasting;
     CUresult result;
 } fault;
-static pthread_cond_t goes_on = PTHREAD_COND_INITIALIZER;
+static pthread_cond_t continues = PTHREAD_COND_INITIALIZER;
 static struct {
     char function[48];
     long before; /* calls that do not wait */
     char file[256];
     bool begun, waits;
 } stop;
+static struct {
+    char function[48];
+    void (*call)(void);
+} callback;
 
 void misuse(const char *format, ...)
 {
@@ -63,15 +67,28 @@ CUresult entered(const char *function)
     if (strcmp(stop.function, function) == 0 && !stop.begun && stop.before-- == 0) {
         stop.begun = stop.waits = true; /* one call */
         while (stop.waits && stop.file[0] == '\0')
-            pthread_cond_wait(&goes_on, &mutex);
+            pthread_cond_wait(&continues, &mutex);
         pthread_mutex_unlock(&mutex);
         while (stop.file[0] != '\0' && access(stop.file, F_OK) == 0)
             usleep(10000);
         pthread_mutex_lock(&mutex);
         stop.waits = false;
     }
+    void (*call)(void) = strcmp(callback.function, function) == 0 ? callback.call : NULL;
+    if (call != NULL)
+        callback.call = NULL;
     pthread_mutex_unlock(&mutex);
+    if (call != NULL)
+        call();
     return result;
+}
+
+EXPORT void double_call_back(const char *function, void (*call)(void))
+{
+    pthread_mutex_lock(&mutex);
+    snprintf(callback.function, sizeof callback.function, "%s", function);
+    callback.call = call;
+    pthread_mutex_unlock(&mutex);
 }
 
 EXPORT void double_stop_while(const char *function, long calls, const char *file)
@@ -100,7 +117,7 @@ EXPORT void double_continue(void)
 {
     pthread_mutex_lock(&mutex);
     stop.waits = false;
-    pthread_cond_broadcast(&goes_on);
+    pthread_cond_broadcast(&continues);
     pthread_mutex_unlock(&mutex);
 }
 

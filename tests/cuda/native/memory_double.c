@@ -42,13 +42,13 @@ struct memory {
 };
 struct ranges {
     struct range *all;
-    size_t count, room;
+    size_t count, capacity;
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct ranges reservations, mappings, allocations, deferred, registered;
 static struct memory **memories;
-static size_t memory_count, memory_room;
+static size_t memory_count, memory_capacity;
 static CUmemGenericAllocationHandle last;
 static size_t capacity = (size_t)1 << 40, used;
 static int file = -1;
@@ -104,7 +104,7 @@ static bool occupy(size_t bytes)
     return free;
 }
 
-static void vacate(size_t bytes)
+static void release(size_t bytes)
 {
     lock_shared(LOCK_EX);
     if (shared.state != NULL)
@@ -115,9 +115,9 @@ static void vacate(size_t bytes)
 
 static void add(struct ranges *ranges, struct range range)
 {
-    if (ranges->count == ranges->room) {
-        ranges->room = ranges->room ? 2 * ranges->room : 64;
-        ranges->all = realloc(ranges->all, ranges->room * sizeof *ranges->all);
+    if (ranges->count == ranges->capacity) {
+        ranges->capacity = ranges->capacity ? 2 * ranges->capacity : 64;
+        ranges->all = realloc(ranges->all, ranges->capacity * sizeof *ranges->all);
     }
     ranges->all[ranges->count++] = range;
 }
@@ -163,8 +163,8 @@ static struct memory *memory_of(CUmemGenericAllocationHandle handle)
 
 static void keep(struct memory *memory)
 {
-    if (memory_count == memory_room)
-        memories = realloc(memories, (memory_room += 1024) * sizeof *memories);
+    if (memory_count == memory_capacity)
+        memories = realloc(memories, (memory_capacity += 1024) * sizeof *memories);
     memories[memory_count++] = memory;
 }
 
@@ -174,7 +174,7 @@ static void forget_unused(struct memory *memory)
         return;
     if (memory->file < 0) {
         fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory->offset, (off_t)memory->bytes);
-        vacate(memory->bytes);
+        release(memory->bytes);
     } else
         close(memory->file);
     size_t at = 0;
@@ -259,7 +259,7 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, 
         file = memfd_create("device", MFD_CLOEXEC);
     bool occupied = occupy(bytes);
     if (occupied && ftruncate(file, file_end + (off_t)bytes) != 0) /* as where a program has closed the file */
-        vacate(bytes);
+        release(bytes);
     else if (occupied) {
         if (getenv("DOUBLE_DIRTY") != NULL)
             dirty(file_end, bytes);
@@ -567,7 +567,7 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
     pthread_mutex_lock(&mutex);
     bool occupied = occupy(bytes);
     if (occupied && posix_memalign(&memory, 512, bytes) != 0)
-        vacate(bytes);
+        release(bytes);
     else if (occupied) {
         *address = (uintptr_t)memory;
         add(&allocations, (struct range){
@@ -588,7 +588,7 @@ static CUresult free_allocation(CUdeviceptr address)
         pthread_mutex_unlock(&mutex);
         return CUDA_ERROR_INVALID_VALUE;
     }
-    vacate(found->bytes);
+    release(found->bytes);
     if (found->pool != NULL)
         count_in(found->pool, -found->bytes);
     drop(&allocations, address);
@@ -604,7 +604,7 @@ static void free_deferred_of(CUstream stream, CUcontext context)
     for (size_t at = deferred.count; at-- > 0;)
         if ((stream == NULL || deferred.all[at].freed_on == stream) &&
             (context == NULL || deferred.all[at].context == context)) {
-            vacate(deferred.all[at].bytes);
+            release(deferred.all[at].bytes);
             free((void *)deferred.all[at].address);
             deferred.all[at] = deferred.all[--deferred.count];
         }
@@ -794,7 +794,7 @@ EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUme
     pthread_mutex_lock(&mutex);
     bool occupied = occupy(bytes);
     if (occupied && posix_memalign(&memory, 512, bytes) != 0)
-        vacate(bytes);
+        release(bytes);
     else if (occupied) {
         *address = (uintptr_t)memory;
         count_in(pool, bytes);

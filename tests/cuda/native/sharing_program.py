@@ -78,7 +78,7 @@ class Published(Accounting):
     def swap_in(self, **how: Any) -> None:
         driver = self._cuda.driver  # type: ignore[attr-defined]
         if (process := driver.processes.get(self._pid)) is not None:
-            process.moved = 0  # from the first byte on: the library goes on although its server is stopped
+            process.moved = 0  # from the first byte on: the library continues although its server is stopped
             driver.publish()
         super().swap_in(**how)
 

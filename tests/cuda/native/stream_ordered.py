@@ -167,7 +167,7 @@ def end_context() -> int:
     return result
 
 
-def room(size: int) -> None:
+def set_total(size: int) -> None:
     cu.double_set_bytes(Size(size))
 
 

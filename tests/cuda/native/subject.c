@@ -480,7 +480,7 @@ static void perform(char *line)
     else if (strcmp(line, "fail") == 0 && sscanf(words, "%63s %ld %d %d", name, &nth, &lasting, &result) == 4) {
         DRIVER(void, double_fail, const char *, long, bool, CUresult)(name, nth, lasting, result);
         puts("ok");
-    } else if (strcmp(line, "room") == 0) {
+    } else if (strcmp(line, "total") == 0) {
         DRIVER(void, double_set_bytes, size_t)(number);
         puts("ok");
     } else if (strcmp(line, "delay") == 0) {

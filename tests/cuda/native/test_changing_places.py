@@ -17,11 +17,11 @@ from waiting import until
 
 from jupyter_gpu_ckpt.cuda.cuda import OUT_OF_MEMORY
 
-COUNT, SIZE, SPARE = 12, 4 * MIB, 6 * MIB
+COUNT, SIZE, FREE = 12, 4 * MIB, 6 * MIB
 TOTAL = COUNT * SIZE
 #: How many allocations have left when the leaver is stopped, and bytes of those that come into their places.
 LEFT = 5
-COME = (LEFT * SIZE + SPARE) // SIZE * SIZE
+COME = (LEFT * SIZE + FREE) // SIZE * SIZE
 COMING, LEAVING = 0, 1
 FOR_EVER = "swap_in 60000"
 
@@ -66,7 +66,7 @@ def pair(programs, doubles, directory, way: str = "cuda", *, ends: bool = True) 
 
     ``ends``: whether the one that leaves lives to its end.
     """
-    device = SharedDevice(directory / "device", TOTAL + SPARE)
+    device = SharedDevice(directory / "device", TOTAL + FREE)
     with contextlib.ExitStack() as stack:
         subjects, to = [], []
         for slot in (COMING, LEAVING):
@@ -103,7 +103,7 @@ def test_memory_that_never_comes_is_not_waited_for_without_end(programs, doubles
         for verb in ("swap_in 50", "swap_in 0", "swap_in"):
             answer = both.to_coming.ask(verb)
             assert (answer["cuda"], answer["swapped_out"]) == (OUT_OF_MEMORY, TOTAL)
-            assert both.device.free == SPARE, "others can have what had come already"
+            assert both.device.free == FREE, "others can have what had come already"
         both.leaving.intact(COUNT)
         both.stop_in_the_middle()
         assert both.leaving.ask("continue") == "ok"

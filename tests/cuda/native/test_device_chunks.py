@@ -146,11 +146,11 @@ def test_only_what_has_changed_is_written_ahead(kernel, written):
 
 def test_a_wake_does_not_wait_for_the_disk(kernel, monkeypatch):
     """And what was written of a chunk that was under way then is never taken for more than it is."""
-    hangs, goes_on, write = threading.Event(), threading.Event(), direct_io.write
+    hangs, continues, write = threading.Event(), threading.Event(), direct_io.write
 
     def slow(path, *arguments, **options):
         hangs.set()
-        assert goes_on.wait(60)
+        assert continues.wait(60)
         write(path, *arguments, **options)
 
     with monkeypatch.context() as patch:
@@ -160,7 +160,7 @@ def test_a_wake_does_not_wait_for_the_disk(kernel, monkeypatch):
         kernel.lifecycle.wake()
         kernel.runs_on()
         kernel.program.ask("[ctypes.memset(at, 9, size) for at, size in held]")
-        goes_on.set()
+        continues.set()
     image = kernel.lifecycle.checkpoint()
     verify(image.path, kernel.store.keys)
     kernel.lifecycle.wake()
@@ -183,7 +183,7 @@ def test_what_cannot_be_written_ahead_costs_nothing(kernel, monkeypatch, number)
         assert kernel.lifecycle.kernel.chunks._written.result() is False
         assert len(calls) > 1
     if number == errno.ENOSPC:
-        assert kept(kernel) == [], "others need the room"
+        assert kept(kernel) == [], "others need the space"
     verify(kernel.lifecycle.checkpoint().path, kernel.store.keys)
     kernel.lifecycle.wake()
     kernel.runs_on()
@@ -224,9 +224,9 @@ def test_the_chunk_cache_is_evicted_for_an_image(kernel, monkeypatch, whose):
         (full / "000000.img").write_bytes(bytes(kernel.blocks))
         other.reuse(full, {"000000.img": FileEntry(kernel.blocks, "")})
     assert kept(kernel)
-    room = kernel.blocks * 2
-    monkeypatch.setattr(Store, "free", lambda _: room - sum(path.stat().st_size for path in kept(kernel)))
-    monkeypatch.setattr(preflight, "image_bytes", lambda *_: room)
+    space = kernel.blocks * 2
+    monkeypatch.setattr(Store, "free", lambda _: space - sum(path.stat().st_size for path in kept(kernel)))
+    monkeypatch.setattr(preflight, "image_bytes", lambda *_: space)
     kernel.lifecycle.checkpoint()
     assert kept(kernel) == []
     kernel.lifecycle.wake()

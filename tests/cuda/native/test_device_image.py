@@ -176,9 +176,9 @@ def test_a_save_point_is_read_while_the_kernel_is_suspended(kernel, monkeypatch,
     point, seen = kernel.lifecycle.save(SavePoint("one")), {}
     both = point.manifest.swapped_bytes + kernel.held()
     monkeypatch.setattr(host_memory, "all_memory", lambda: 8)
-    spare = 1 if memory != "short" else 0
+    more = 1 if memory != "short" else 0
     decided = ("started", "cuda_suspend")
-    monkeypatch.setattr(host_memory, "available_memory", lambda: 1 << 60 if decided in seen else both + spare)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 1 << 60 if decided in seen else both + more)
 
     def inspect(event) -> None:
         seen[event.kind, event.step] = kernel.lifecycle.kernel.ahead is not None
@@ -302,9 +302,9 @@ def test_encryption_needs_no_second_place_for_device_memory(fast_kernel, tmp_pat
     monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
     vault = Vault("env:KEY_OF_IMAGES", tmp_path)
     kernel = fast_kernel(store=Store(tmp_path / "images", vault=vault))
-    room = host_memory.resident(kernel.lifecycle.kernel) + CONTEXT + (32 << 20)
+    space = host_memory.resident(kernel.lifecycle.kernel) + CONTEXT + (32 << 20)
     assert kernel.blocks > 64 << 20
-    monkeypatch.setattr(Vault, "free", lambda _: preflight.MARGIN + room)
+    monkeypatch.setattr(Vault, "free", lambda _: preflight.MARGIN + space)
     plain, close = [], PlainDirectory.close
 
     def closed(files):

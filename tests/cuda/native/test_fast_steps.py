@@ -111,6 +111,23 @@ def test_a_program_that_renames_its_threads_says_nothing_of_its_memory(kernel, n
     kernel.runs_on()
 
 
+@pytest.mark.parametrize("name", ["gpu-ckpt-fast", "gpu-ckpt-copy"])
+def test_a_program_s_thread_that_is_called_as_the_library_s_is_frozen(kernel, name):
+    kernel.ask(f"begin_thread({name!r})")
+    kernel.ask("slow(100_000)")
+    kernel.lock()
+    kernel.swap_out()
+    with pytest.raises(CudaError):
+        kernel.path.swap_in(lock_s=5, timeout_s=0.05)
+    assert frozen(kernel)
+    tasks = [(task / "stat").read_text().rpartition(")") for task in Path(f"/proc/{kernel.pid}/task").iterdir()]
+    states = [rest.split()[0] for before, _, rest in tasks if before.endswith(f"({name}")]
+    assert states.count("t") == 1, "and the library's own run"
+    kernel.swap_in()
+    kernel.ask("slow(0)")
+    kernel.runs_on()
+
+
 def test_a_program_that_renames_the_librarys_thread_hides_nothing(kernel):
     kernel.lock()
     assert kernel.swap_out() > 0
@@ -155,7 +172,7 @@ def test_a_transfer_that_takes_too_long_is_given_up(kernel):
     kernel.runs_on()
 
 
-def test_a_return_that_takes_too_long_goes_on_and_so_does_the_next_one(kernel):
+def test_a_return_that_takes_too_long_continues_and_so_does_the_next_one(kernel):
     kernel.ask("slow(100_000)")
     kernel.lock()
     total = kernel.swap_out()
@@ -164,7 +181,7 @@ def test_a_return_that_takes_too_long_goes_on_and_so_does_the_next_one(kernel):
     with pytest.raises(CudaError):
         kernel.path.swap_in(lock_s=5, timeout_s=0.05)
     assert kernel.state == RUNNING
-    assert frozen(kernel), "a thread that goes on could touch what is away"
+    assert frozen(kernel), "a thread that continues could touch what is away"
     assert total == kernel.path.amounts().bytes
     kernel.swap_in()
     kernel.ask("slow(0)")
@@ -226,7 +243,7 @@ def test_a_driver_that_does_not_lock_again(kernel):
         kernel.swap_out()
     assert kernel.state == RUNNING
     assert kernel.path.amounts().swapped_out > 0
-    assert frozen(kernel), "a thread that goes on could touch what is away"
+    assert frozen(kernel), "a thread that continues could touch what is away"
     del kernel.driver.refuse["cuda.lock"], kernel.driver._cuda_unlock
     kernel.swap_in()
     kernel.runs_on()

@@ -31,12 +31,26 @@ while not ctypes.CDLL("libcuda.so.1").double_is_held() & 1: time.sleep(0.001)
 """
 
 
+#: In the hint of a refused checkpoint.
+POSSIBLE = "A suspend is possible."
+#: Codes of the reasons for which the driver does not lock.
+NOT_LOCKED = ["PROFILER_USED", "MIG", "MPS", "DRIVER_TOO_OLD"]
+
+
 @pytest.fixture
 def kernel(fast_kernel):
     """A kernel that the driver does not lock."""
     kernel = fast_kernel()
     kernel.fake.profiled = True
     return kernel
+
+
+def keep_from_lock(kernel, code: str) -> None:
+    """Give the driver of a kernel a reason not to lock it."""
+    kernel.fake.profiled = code == "PROFILER_USED"
+    kernel.fake.mps = code == "MPS"
+    kernel.driver.mig = {A} if code == "MIG" else set()
+    kernel.driver.too_old = code == "DRIVER_TOO_OLD"
 
 
 def refused(kernel, verb: str, code: str) -> errors.GpuCkptError:
@@ -62,21 +76,68 @@ def attach_again(kernel) -> None:
     kernel.lifecycle.attach(capsule=Capsule.attach(last.home.runtime_dir))
 
 
-def test_a_kernel_that_cannot_be_locked_is_frozen_while_its_memory_is_away(kernel):
+@pytest.mark.parametrize("code", NOT_LOCKED)
+def test_a_kernel_that_cannot_be_locked_is_frozen_while_its_memory_is_away(fast_kernel, code):
+    kernel = fast_kernel()
+    keep_from_lock(kernel, code)
     for _ in range(2):
         kernel.lifecycle.suspend()
         is_frozen(kernel)
-        error = refused(kernel, "checkpoint", "PROFILER_USED")
+        error = refused(kernel, "checkpoint", code)
         assert "suspended" in error.left
+        assert POSSIBLE not in error.hint
         is_frozen(kernel)
         kernel.lifecycle.wake()
         kernel.runs_on()
         assert not kernel.path().is_frozen()
     found = {finding.code: finding.blocks for finding in suspend.findings(kernel.lifecycle.kernel)}
-    assert found["PROFILER_USED"] is True
+    assert found[code] is True
     found = {finding.code: finding.blocks for finding in suspend.findings(kernel.lifecycle.kernel, writes=False)}
-    assert found["PROFILER_USED"] is False, "a suspend is possible"
-    assert refused(kernel, "checkpoint", "PROFILER_USED").left == "the kernel runs on"
+    assert found[code] is False
+    error = refused(kernel, "checkpoint", code)
+    assert error.left == "the kernel runs on"
+    assert error.hint.count(POSSIBLE) == 1
+    kernel.runs_on()
+
+
+@pytest.mark.parametrize("code", NOT_LOCKED)
+def test_a_first_checkpoint_says_that_a_suspend_is_possible(fast_kernel, code):
+    kernel = fast_kernel()
+    keep_from_lock(kernel, code)
+    for _ in range(2):
+        error = refused(kernel, "checkpoint", code)
+        assert (error.left, error.hint.count(POSSIBLE)) == ("the kernel runs on", 1)
+        kernel.runs_on()
+    kernel.lifecycle.suspend()
+    is_frozen(kernel)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+@pytest.mark.parametrize("code", ["MIG", "MPS", "DRIVER_TOO_OLD"])
+def test_nothing_is_promised_of_a_kernel_without_the_library(fast_kernel, code):
+    kernel = fast_kernel(preload=False)
+    keep_from_lock(kernel, code)
+    for writes, verb in ((True, "checkpoint"), (False, "suspend")):
+        found = [each for each in suspend.findings(kernel.lifecycle.kernel, writes=writes) if each.blocks]
+        assert [each.code for each in found] == [code]
+        error = refused(kernel, verb, code)
+        assert (error.left, POSSIBLE in error.hint) == ("the kernel runs on", False)
+    kernel.program.continues()
+
+
+@pytest.mark.parametrize("code", NOT_LOCKED)
+def test_the_next_owner_knows_why_it_is_frozen(fast_kernel, code):
+    kernel = fast_kernel()
+    keep_from_lock(kernel, code)
+    kernel.lifecycle.suspend()
+    kernel.fake.profiled = code in ("PROFILER_USED", "DRIVER_TOO_OLD")  # PyTorch loads CUPTI in every process
+    attach_again(kernel)
+    is_frozen(kernel)
+    refused(kernel, "checkpoint", code)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    attach_again(kernel)
     kernel.runs_on()
 
 
@@ -91,17 +152,6 @@ def test_a_tracer_cannot_attach_to_it_and_wakes_nothing(kernel):
             Tracee(tid, running=True)
     is_frozen(kernel)
     kernel.lifecycle.wake()
-    kernel.runs_on()
-
-
-def test_the_next_owner_finds_it_suspended_and_wakes_it(kernel):
-    kernel.lifecycle.suspend()
-    attach_again(kernel)
-    is_frozen(kernel)
-    refused(kernel, "checkpoint", "PROFILER_USED")
-    kernel.lifecycle.wake()
-    kernel.runs_on()
-    attach_again(kernel)
     kernel.runs_on()
 
 
@@ -174,10 +224,13 @@ def test_memory_that_the_driver_does_not_save_stays_and_the_rest_is_kept_by_the_
         assert "MANAGED_MEMORY" in {
             finding.code for finding in suspend.findings(kernel.lifecycle.kernel) if finding.blocks
         }
-        assert "suspended" in refused(kernel, "checkpoint", "MANAGED_MEMORY").left
+        error = refused(kernel, "checkpoint", "MANAGED_MEMORY")
+        assert "suspended" in error.left
+        assert POSSIBLE not in error.hint
         kernel.lifecycle.wake()
         kernel.runs_on()
-    assert refused(kernel, "checkpoint", "MANAGED_MEMORY").left == "the kernel runs on"
+    error = refused(kernel, "checkpoint", "MANAGED_MEMORY")
+    assert (error.left, error.hint.count(POSSIBLE)) == ("the kernel runs on", 1)
     kernel.runs_on()
     kernel.program.ask("fail('cuMemMap', 2, 2)")
     kernel.lifecycle.suspend()
@@ -189,3 +242,14 @@ def test_memory_that_the_driver_does_not_save_stays_and_the_rest_is_kept_by_the_
     assert kernel.path().amounts().managed == 0
     refused(kernel, "checkpoint", "CUDA_UNSUPPORTED")
     kernel.runs_on()
+
+
+def test_managed_memory_alone_cannot_be_suspended_and_nothing_says_so(fast_kernel):
+    kernel = fast_kernel()
+    kernel.fake.unsupported = True
+    kernel.program.ask(f"manage({4 * MIB})")
+    assert kernel.program.ask("[runtime.cudaFree(address) for address, _ in held]") == [0, 0, 0]
+    assert (kernel.path().amounts().managed, kernel.path().amounts().bytes) == (1, 0)
+    for verb in ("suspend", "checkpoint"):
+        error = refused(kernel, verb, "MANAGED_MEMORY")
+        assert (error.left, POSSIBLE in error.hint) == ("the kernel runs on", False)

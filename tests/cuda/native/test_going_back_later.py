@@ -276,14 +276,14 @@ def disk(tmp_path):
         yield resize
 
 
-def becomes_full(kernel: FastKernel, disk, step: str, spare: int) -> None:
+def becomes_full(kernel: FastKernel, disk, step: str, free: int) -> None:
     """Have the disk no more than so many bytes free from a step on."""
 
     def fill(event) -> None:
         if (event.kind, event.step) == ("completed", step):
             kernel.lifecycle.trace.sinks.remove(fill)
             facts = os.statvfs(kernel.store.root)
-            disk((facts.f_blocks - facts.f_bfree) * facts.f_frsize + spare)
+            disk((facts.f_blocks - facts.f_bfree) * facts.f_frsize + free)
 
     kernel.lifecycle.trace.sinks.append(fill)
 

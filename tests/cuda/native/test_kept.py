@@ -121,7 +121,7 @@ def test_many_changes(subject, control):
 
 
 def test_a_copy_whose_memory_was_never_freed(subject, control):
-    """An owner that ends after it has copied leaves the copy; and the program goes on."""
+    """An owner that ends after it has copied leaves the copy; and the program continues."""
     number = subject.alloc(1, 8 * MIB, "cuda", "full")
     control.must("copy_out")
     subject.ask("poke", number, 0, 1, 3)
@@ -242,11 +242,11 @@ def test_it_goes_to_an_image_and_comes_back(fast_kernel):
     contents = "[sorted(set(ctypes.string_at(at, size))) for at, size in held]"
     copies = "ctypes.CDLL('libcuda.so.1').double_calls(b'cuMemcpyDtoHAsync_v2')"
     steps = ["suspend", "resume"], ["suspend", "resume"], ["checkpoint", "wake"], ["suspend", "wake"]
-    for turn, (leave, come) in enumerate(steps):
+    for turn, (away, back) in enumerate(steps):
         kernel.program.ask(f"ctypes.memset(held[2][0].value + {turn << 22}, {100 + turn}, 5)")
         before, made = kernel.program.ask(contents), kernel.program.ask(copies)
-        getattr(kernel.lifecycle, leave)()
-        getattr(kernel.lifecycle, come)()
+        getattr(kernel.lifecycle, away)()
+        getattr(kernel.lifecycle, back)()
         assert kernel.program.ask(contents) == before
         if turn:
             assert kernel.program.ask(copies) - made == 1

@@ -177,7 +177,7 @@ def test_a_closed_gate_lets_calls_wait_and_tells_of_them(caller):
         control.must("close 0")
         assert control.ask("status")["touches"] == 3, "it was closed before"
         control.must("open")
-        until(lambda: caller.ask("done") == [0, 0, 0], "they go on")
+        until(lambda: caller.ask("done") == [0, 0, 0], "they continue")
         assert caller.ask("driver.cuCtxSynchronize()") == 0
         assert control.ask("status")["touches"] == 3
         control.must("close 0", "open")
@@ -237,7 +237,7 @@ def test_functions_that_allocate_wait_too(caller, call):
         assert caller.answer() == 0
 
 
-@pytest.mark.parametrize("name", ["cuda-EvtHandlr", "cuda00001400006", "gpu-ckpt-copy"])
+@pytest.mark.parametrize("name", ["cuda-EvtHandlr", "cuda00001400006"])
 def test_threads_that_the_driver_may_wait_for_pass(caller, name):
     with Control(caller.path) as control:
         control.must("close 0")
@@ -249,6 +249,32 @@ def test_threads_that_the_driver_may_wait_for_pass(caller, name):
         caller.waits()
         control.must("open")
         assert caller.answer() == 0
+
+
+@pytest.mark.parametrize("name", ["gpu-ckpt-copy", "gpu-ckpt-fast", "gpu-ckpt-mine"])
+def test_a_program_s_thread_that_is_called_as_the_library_s_waits(caller, name):
+    with Control(caller.path) as control:
+        control.must("close 0")
+        caller.ask(f"open('/proc/self/comm', 'w').write({name!r})")  # the main thread's
+        caller.begin("driver.cuCtxSynchronize()")
+        caller.waits()
+        assert control.ask("status")["touches"] == 1
+        control.must("open")
+        assert caller.answer() == 0
+
+
+@pytest.mark.parametrize("function", ["cuEventCreate", "cuMemUnmap"])
+def test_the_library_s_own_threads_pass(caller, function):
+    """A profiler's callback may call the driver in them, in the middle of a swap."""
+    caller.ask(
+        "globals().update(seen=[], callback=ctypes.CFUNCTYPE(None)(lambda: seen.append(driver.cuCtxSynchronize())))"
+    )
+    caller.ask(f"driver.double_call_back({function.encode()!r}, callback) and None")
+    with Control(caller.path) as control:
+        control.must("close 0", "copy_out", "free")
+        assert caller.ask("seen") == [0]
+        assert control.ask("status")["touches"] == 0
+        control.must("swap_in", "open")
 
 
 @pytest.mark.parametrize("verb", ["close", "close ", "close -1", "close x", "close 1x", "close 1 1", "open 1"])

@@ -52,12 +52,12 @@ def waits(kernel) -> None:
     assert kernel.program.ask("calls[0]") == calls
 
 
-def goes_on(kernel) -> None:
+def continues(kernel) -> None:
     kernel.runs_on()
     assert gate(kernel) == 0
     calls = kernel.program.ask("calls[0]")
     assert calls >= 0, "an error"
-    until(lambda: kernel.program.ask("calls[0]") > calls, "the thread goes on")
+    until(lambda: kernel.program.ask("calls[0]") > calls, "the thread continues")
 
 
 @pytest.mark.parametrize("warm", [False, True])
@@ -69,7 +69,7 @@ def test_a_thread_waits_at_the_gate_while_the_kernel_is_suspended(fast_kernel, w
         waits(kernel)
         assert kernel.path().amounts().touches == 1
         kernel.lifecycle.wake()
-        goes_on(kernel)
+        continues(kernel)
 
 
 def test_the_first_touch_is_seen(fast_kernel):
@@ -91,7 +91,7 @@ def test_a_thread_waits_there_in_an_image_too(kernel):
         waits(kernel)
         kernel.lifecycle.checkpoint()
         kernel.lifecycle.wake()
-        goes_on(kernel)
+        continues(kernel)
 
 
 def test_the_gate_opens_where_the_driver_has_moved_everything(fast_kernel):
@@ -103,7 +103,7 @@ def test_the_gate_opens_where_the_driver_has_moved_everything(fast_kernel):
             assert (kernel.fake.state, kernel.path().amounts().swapped_out) == (CHECKPOINTED, 0)
             waits(kernel)
         kernel.lifecycle.wake()
-        goes_on(kernel)
+        continues(kernel)
 
 
 def test_threads_that_wait_are_frozen_where_the_driver_does_not_lock(kernel):
@@ -114,7 +114,7 @@ def test_threads_that_wait_are_frozen_where_the_driver_does_not_lock(kernel):
     attach_again(kernel)
     assert kernel.lifecycle.state is State.SUSPENDED
     kernel.lifecycle.wake()
-    goes_on(kernel)
+    continues(kernel)
 
 
 @pytest.mark.parametrize("verb", ["cuda.lock", "cuda.checkpoint"])
@@ -122,12 +122,12 @@ def test_a_suspend_that_fails_opens_the_gate(kernel, verb):
     kernel.driver.refuse[verb] = 999
     with pytest.raises(CudaError):
         kernel.lifecycle.suspend()
-    goes_on(kernel)
+    continues(kernel)
     del kernel.driver.refuse[verb]
     kernel.lifecycle.suspend()
     waits(kernel)
     kernel.lifecycle.wake()
-    goes_on(kernel)
+    continues(kernel)
 
 
 def test_a_wake_that_fails_leaves_it_closed(kernel):
@@ -136,7 +136,7 @@ def test_a_wake_that_fails_leaves_it_closed(kernel):
     refused(kernel, "wake", "GPU_FULL")
     waits(kernel)
     kernel.lifecycle.wake()
-    goes_on(kernel)
+    continues(kernel)
 
 
 def test_the_next_owner_finds_it_closed_and_opens_it(kernel):
@@ -144,7 +144,7 @@ def test_the_next_owner_finds_it_closed_and_opens_it(kernel):
     attach_again(kernel)
     waits(kernel)
     kernel.lifecycle.wake()
-    goes_on(kernel)
+    continues(kernel)
 
 
 @pytest.mark.parametrize("locked", [False, True])
@@ -154,28 +154,28 @@ def test_the_next_owner_opens_it_if_the_last_one_ended_in_the_middle(kernel, loc
     if locked:
         kernel.lifecycle.engine.cuda.lock(kernel.pid, 5)
     attach_again(kernel)
-    goes_on(kernel)
+    continues(kernel)
 
 
 def test_without_another_owner_it_opens_by_itself(kernel):
     kernel.path().close_launch_gate(0.3)
     assert gate(kernel) == CLOSED | LEASED
     until(lambda: gate(kernel) == 0, "it opens")
-    goes_on(kernel)
+    continues(kernel)
 
 
 def test_a_library_that_is_busy_or_of_another_release_is_done_without(kernel, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fastpath, "_VERSION", fastpath._VERSION + 1)
         kernel.path().close_launch_gate()
-    goes_on(kernel)
+    continues(kernel)
     monkeypatch.setattr(fastpath, "_SHORT_SECONDS", 0.1)
     with kernel.path()._library(5):  # one connection at a time
         kernel.path().close_launch_gate()
         assert gate(kernel) == 0
     until(lambda: kernel.path().amounts().allocations, "it answers again")
     assert gate(kernel) == 0, "a request that was given up is not done later"
-    goes_on(kernel)
+    continues(kernel)
 
 
 def test_a_wake_without_the_librarys_socket_can_be_tried_again(kernel, monkeypatch):
@@ -184,10 +184,10 @@ def test_a_wake_without_the_librarys_socket_can_be_tried_again(kernel, monkeypat
     waits(kernel)
     socket = kernel.lifecycle.capsule.directory / fastpath.SOCKET
     socket.rename(socket.with_name("aside"))
-    assert "does not let calls go on" in refused(kernel, "wake", "CUDA_FAILED").message
+    assert "does not let calls continue" in refused(kernel, "wake", "CUDA_FAILED").message
     socket.with_name("aside").rename(socket)
     kernel.lifecycle.wake()
-    goes_on(kernel)
+    continues(kernel)
 
 
 def test_a_gate_that_cannot_be_opened_is_an_error_if_it_does_not_open_by_itself(kernel, monkeypatch):
@@ -195,7 +195,7 @@ def test_a_gate_that_cannot_be_opened_is_an_error_if_it_does_not_open_by_itself(
         monkeypatch.setattr(fastpath, seconds, 0.3)
     path = kernel.path()
     path.close_launch_gate()
-    with path._library(5), pytest.raises(CudaError, match="does not let calls go on"):
+    with path._library(5), pytest.raises(CudaError, match="does not let calls continue"):
         path.open_launch_gate()
     path.close_launch_gate(60)
     with path._library(5):
@@ -203,4 +203,4 @@ def test_a_gate_that_cannot_be_opened_is_an_error_if_it_does_not_open_by_itself(
     assert gate(kernel) == CLOSED | LEASED
     path.open_launch_gate()
     assert (kernel.fake.state, kernel.held()) == (RUNNING, kernel.blocks + CONTEXT)
-    goes_on(kernel)
+    continues(kernel)

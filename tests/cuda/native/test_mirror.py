@@ -1,4 +1,4 @@
-"""A copy of device memory that is made in the background, while the program is idle and may go on at any time."""
+"""A copy of device memory that is made in the background, while the program is idle and may continue at any time."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_a_mirror_goes_to_an_image_and_comes_back(fast_kernel):
     kernel = fast_kernel(host_copy_bytes=ENOUGH)
     contents = "[sorted(set(ctypes.string_at(at, size))) for at, size in held]"
     copies = "ctypes.CDLL('libcuda.so.1').double_calls(b'cuMemcpyDtoHAsync_v2')"
-    for leave, come, value in (("suspend", "resume", 100), ("checkpoint", "wake", 101)):
+    for away, back, value in (("suspend", "resume", 100), ("checkpoint", "wake", 101)):
         assert host_copies.begin_mirror(kernel.lifecycle.kernel)
         assert not kernel.path().mirrored() or not kernel.path().amounts().mirrors
         until(lambda: not kernel.path().amounts().mirrors, "it has ended")
@@ -213,9 +213,9 @@ def test_a_mirror_goes_to_an_image_and_comes_back(fast_kernel):
         assert kernel.path().amounts().kept == kernel.blocks
         kernel.program.ask(f"ctypes.memset(held[2][0].value + 30000, {value}, 5)")
         before, made = kernel.program.ask(contents), kernel.program.ask(copies)
-        getattr(kernel.lifecycle, leave)()
-        assert leave == "checkpoint" or not kernel.path().mirrored()
-        getattr(kernel.lifecycle, come)()
+        getattr(kernel.lifecycle, away)()
+        assert away == "checkpoint" or not kernel.path().mirrored()
+        getattr(kernel.lifecycle, back)()
         assert kernel.program.ask(contents) == before
         assert kernel.program.ask(copies) - made == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import alive
 from test_frozen import attach_again
-from test_launch_gate_lifecycle import goes_on, launching, waits
+from test_launch_gate_lifecycle import continues, launching, waits
 from waiting import until
 
 from jupyter_gpu_ckpt.errors import CriuError, CudaError, GpuCkptError, UnsupportedCuda
@@ -38,7 +38,7 @@ def test_it_yields_and_comes_back_and_nobody_asks_anything_of_the_kernel(kernel)
         waits(kernel)
         kernel.lifecycle.resume()
         assert kernel.gate.calls == [], "a cell runs: a request would wait for its end"
-        goes_on(kernel)
+        continues(kernel)
 
 
 def test_where_it_cannot_it_keeps_the_gpu_and_runs_on(kernel):
@@ -48,7 +48,7 @@ def test_where_it_cannot_it_keeps_the_gpu_and_runs_on(kernel):
             kernel.lifecycle.yield_gpu()
         assert failure.value.left == "the kernel runs on"
         del kernel.driver.refuse[refuse]
-        goes_on(kernel)
+        continues(kernel)
 
 
 @pytest.mark.parametrize("trait", ["no library", "a profiler", "a child with CUDA"])
@@ -80,7 +80,7 @@ def test_without_free_memory_it_runs_on_off_the_gpu_and_waits(kernel):
     waits(kernel)
     kernel.driver.remove(hog)
     kernel.lifecycle.resume()
-    goes_on(kernel)
+    continues(kernel)
 
 
 class AdmissionDouble:
@@ -120,7 +120,7 @@ def test_admitted_to_memory_that_nobody_leaves_it_is_not_touched(kernel, monkeyp
     waits(kernel)
     kernel.driver.remove(hog)
     kernel.lifecycle.resume()
-    goes_on(kernel)
+    continues(kernel)
     assert admission.early == [True, True]
 
 
@@ -130,18 +130,18 @@ def test_where_the_driver_has_to_move_it_nobody_is_admitted_early(kernel):
     kernel.lifecycle.yield_gpu()
     assert admission.freed == [True, False]
     kernel.lifecycle.resume()
-    goes_on(kernel)
+    continues(kernel)
     assert admission.early == [False]
 
 
-def test_it_goes_on_to_host_memory_and_to_the_disk_and_comes_back(kernel):
+def test_it_continues_to_host_memory_and_to_the_disk_and_comes_back(kernel):
     for verb in ("suspend", "checkpoint"):
         kernel.lifecycle.yield_gpu()
         getattr(kernel.lifecycle, verb)()
         assert not kernel.gate.serves
         assert kernel.lifecycle.state is (State.SUSPENDED if verb == "suspend" else State.CHECKPOINTED)
         kernel.lifecycle.wake()
-        goes_on(kernel)
+        continues(kernel)
 
 
 #: As in `test_steps`.
@@ -183,7 +183,7 @@ def test_whatever_step_fails_it_runs_on(kernel, start, request_, step, edge):
         assert reached, "it is there although the save failed"
         lifecycle.engine.store.check(point)
     lifecycle.wake()
-    goes_on(kernel)
+    continues(kernel)
 
 
 def test_a_checkpoint_that_fails_leaves_it_running_off_the_gpu(kernel, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_checkpoint_that_fails_leaves_it_running_off_the_gpu(kernel, monkeypat
     runs_without_gpu(kernel)
     waits(kernel)
     kernel.lifecycle.resume()
-    goes_on(kernel)
+    continues(kernel)
 
 
 def test_the_next_owner_finds_it_suspended_and_brings_it_back(kernel):
@@ -206,7 +206,7 @@ def test_the_next_owner_finds_it_suspended_and_brings_it_back(kernel):
     attach_again(kernel)
     assert kernel.lifecycle.state is State.SUSPENDED
     kernel.lifecycle.wake()
-    goes_on(kernel)
+    continues(kernel)
 
 
 def test_it_is_ended_like_any_other(kernel):

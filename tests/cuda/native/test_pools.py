@@ -120,14 +120,14 @@ def test_a_loop_allocates_nothing_anew(ask):
 
 
 def test_with_too_little_memory_blocks_are_given_back(ask):
-    ask(f"room({10 * GRAIN})")
+    ask(f"set_total({10 * GRAIN})")
     assert ask("alloc('a', 4, 's'), launch('s', 'a', 1, 100), free('a', 's'), alloc('b', 8, 't')") == (0, 0, 0, 0)
     assert ask("mapped(), free('b', 't'), __import__('virtual_memory').alloc('c', 9), wait()") == (1, 0, 0, 0)
 
 
 @pytest.mark.parametrize("call", ["alloc('c', 0.25, 't')", "alloc('c', 0.25, 't', 'standard')"])
 def test_the_drivers_own_allocations_get_the_memory_of_blocks(ask, call):
-    ask(f"room({4 * GRAIN})")
+    ask(f"set_total({4 * GRAIN})")
     assert ask("alloc('a', 4, 's'), launch('s', 'a', 1, 100), free('a', 's'), mapped()") == (0, 0, 0, 1)
     assert ask(f"{call}, mapped(), wait()") == (0, 0, 0)
 
@@ -231,7 +231,7 @@ def test_a_call_that_frees_waits_at_the_gate_and_no_interrupt_ends_that(ask, con
     until(lambda: control.ask("status")["touches"] == 2, "it waits again")
     assert ask("waits_for_work(), done") == (before, [])
     control.must("open")
-    until(lambda: ask("done") == [GATED[call]], "it goes on")
+    until(lambda: ask("done") == [GATED[call]], "it continues")
 
 
 def test_a_question_for_free_memory_waits_at_the_gate_until_it_opens_or_an_interrupt_ends_that(ask, control):
@@ -247,7 +247,7 @@ def test_a_question_for_free_memory_waits_at_the_gate_until_it_opens_or_an_inter
     ask(f"begin({question!r})")
     until(lambda: control.ask("status")["touches"] == 2, "it waits at the gate")
     control.must("open")
-    until(lambda: ask("done") == [OPERATING_SYSTEM, 0], "it goes on")
+    until(lambda: ask("done") == [OPERATING_SYSTEM, 0], "it continues")
 
 
 def test_questions_for_an_address_wait_until_its_memory_is_back(ask, control):

@@ -54,7 +54,7 @@ def start(kernel, driver_lock, *callers) -> None:
 def continues(kernel) -> None:
     kernel.runs_on()
     before = kernel.ask("dict(calls)")
-    until(lambda: all(n > before[at] for at, n in kernel.ask("dict(calls)").items()), "all callers go on")
+    until(lambda: all(n > before[at] for at, n in kernel.ask("dict(calls)").items()), "all callers continue")
 
 
 @pytest.mark.parametrize(("readers", "writers"), [(1, 0), (3, 0), (0, 2), (4, 3)])
@@ -97,7 +97,7 @@ def test_a_lock_that_our_calls_need_leaves_the_swap_to_the_driver(kernel, driver
 
 
 def test_a_transfer_that_takes_too_long_among_callers(kernel, driver_lock):
-    """The transfer goes on and has the driver's lock: no caller continues before all are readers of it again."""
+    """The transfer continues and has the driver's lock: no caller continues before all are readers of it again."""
     kernel.ask("slow(100_000)")
     start(kernel, driver_lock, READER, READER, READER, WRITER)
     kernel.lock()

@@ -155,7 +155,7 @@ def test_a_sweep_removes_what_a_kernel_left_whose_owner_was_gone(kernel):
 
 
 @pytest.mark.parametrize("why", ["the disk is full", "images are encrypted"])
-def test_without_another_place_it_is_refused_and_the_kernel_runs_on(kernel, monkeypatch, why):
+def test_without_space_elsewhere_it_is_refused_and_the_kernel_runs_on(kernel, monkeypatch, why):
     if why == "the disk is full":
         monkeypatch.setattr(Store, "free", lambda _: kernel.blocks + preflight.MARGIN - 1)
     else:
@@ -181,29 +181,27 @@ def test_a_node_without_memory_or_disk_space_refuses_the_image(kernel, monkeypat
     kernel.runs_on()
 
 
-@pytest.mark.parametrize("failing", ["hold", "place", "arena", "parking"])
-def test_a_place_that_cannot_be_had_is_no_reason_to_fill_the_memory(kernel, monkeypatch, failing):
+@pytest.mark.parametrize("failing", ["keep_fd", "directory", "host_memory", "freeze_threads"])
+def test_a_directory_that_cannot_be_had_is_no_reason_to_fill_the_memory(kernel, monkeypatch, failing):
     """Neither by the library nor by the driver: there is none."""
 
     def refused(*_, **__) -> None:
         raise CapsuleError("no")
 
-    begin, arena = spill.begin, Capsule.host_memory
+    begin, unbroken = spill.begin, Capsule.host_memory
 
-    def gone(root, hold) -> Path:
-        place = begin(root, hold)
-        shutil.rmtree(place)
-        return place
+    def gone(root, keep_fd) -> Path:
+        directory = begin(root, keep_fd)
+        shutil.rmtree(directory)
+        return directory
 
-    if failing == "hold":
-        monkeypatch.setattr(Capsule, "keep_fd", refused)
-    elif failing == "place":
+    if failing == "directory":
         monkeypatch.setattr(spill, "begin", gone)
     else:
-        monkeypatch.setattr(Capsule, {"arena": "host_memory", "parking": "freeze_threads"}[failing], refused)
+        monkeypatch.setattr(Capsule, failing, refused)
     with pytest.raises(NoMemory):
         kernel.lifecycle.suspend()
-    monkeypatch.setattr(Capsule, "host_memory", arena)
+    monkeypatch.setattr(Capsule, "host_memory", unbroken)
     kernel.runs_on()
     assert leftovers(kernel) == []
 
@@ -271,8 +269,8 @@ def test_what_was_kept_for_the_next_image_gives_way(kernel, monkeypatch):
     cached = sum(path.stat().st_size for path in kept(kernel))
     assert cached
     free_memory(monkeypatch, SMALL)
-    room = kernel.blocks + preflight.MARGIN
-    monkeypatch.setattr(Store, "free", lambda _: room - sum(path.stat().st_size for path in kept(kernel)))
+    space = kernel.blocks + preflight.MARGIN
+    monkeypatch.setattr(Store, "free", lambda _: space - sum(path.stat().st_size for path in kept(kernel)))
     kernel.lifecycle.suspend()
     assert spilled(kernel)
     assert not kept(kernel)
@@ -280,13 +278,13 @@ def test_what_was_kept_for_the_next_image_gives_way(kernel, monkeypatch):
 
 def test_another_hosts_is_not_swept(kernel):
     kernel.lifecycle.suspend()
-    (place,) = {path.parent for path in spilled(kernel)}
+    (directory,) = {path.parent for path in spilled(kernel)}
     kernel.lifecycle.terminate()
-    place.mkdir()
+    directory.mkdir()
     record = {"boot": "00000000-0000-0000-0000-000000000000", "machine": "another", "hostname": "another"}
-    (place / ".host").write_text(json.dumps(record))
+    (directory / ".host").write_text(json.dumps(record))
     assert Store(kernel.store.named).sweep() == 0
-    lease.write_host(place / ".host")
+    lease.write_host(directory / ".host")
     assert Store(kernel.store.named).sweep() == 1
 
 

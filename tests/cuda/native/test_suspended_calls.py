@@ -153,7 +153,7 @@ def test_a_suspended_kernel_lives_on_and_comes_back(kernel, child):
 
 
 @pytest.mark.parametrize("suspended", [False, True])
-def test_it_goes_on_to_the_disk_and_comes_back(kernel, suspended):
+def test_it_continues_to_the_disk_and_comes_back(kernel, suspended):
     kernel.spawn()
     for _ in range(2):
         if suspended:
@@ -224,7 +224,7 @@ def test_a_suspended_kernel_is_sent_signals_and_stopped(kernel):
             os.kill(pid, signal.SIGSTOP)
             until(lambda pid=pid: set().union(*thread_states(pid).values()) <= {"T", "t"}, "it is stopped")
             os.kill(pid, signal.SIGCONT)
-            until(lambda pid=pid: "T" not in set().union(*thread_states(pid).values()), "it goes on")
+            until(lambda pid=pid: "T" not in set().union(*thread_states(pid).values()), "it continues")
     kernel.lifecycle.capsule.signal(signal.SIGINT)  # an interrupt, to the process group
     kernel.stays()
     kernel.lifecycle.wake()

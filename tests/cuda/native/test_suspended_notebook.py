@@ -53,7 +53,7 @@ class Host:
         self.driver.add_double(pid, file)
         await kernel.run(QUERIES)
         await kernel.run(f"query({str(file)!r}, {str(self._libcuda)!r})")
-        await self.goes_on(kernel)
+        await self.continues(kernel)
 
     def _follow(self, kernel, event) -> None:
         if (event.kind, event.step) == ("completed", "end_process"):
@@ -61,7 +61,7 @@ class Host:
         elif (event.kind, event.step) == ("completed", "criu_restore"):
             self.driver.add(self._fake, kernel.lifecycle.capsule.host_pid)
 
-    async def goes_on(self, kernel) -> None:
+    async def continues(self, kernel) -> None:
         """A cell runs, and so does the thread."""
         before = int(await kernel.run("print(queries[0])"))
         await kernel.run(f"while queries[0] <= {before}: time.sleep(0.01)")
@@ -104,7 +104,7 @@ async def test_clients_of_a_suspended_kernel_notice_nothing(kernel, host):
         assert kernel.client.hb_channel.is_beating()
         assert (await kernel.client.kernel_info(reply=True, timeout=60))["content"]["status"] == "ok"
         await stays(kernel)
-        await host.goes_on(kernel)
+        await host.continues(kernel)
 
 
 async def test_an_interrupt_of_a_suspended_kernel_is_for_the_cells_that_wait(kernel, host):
@@ -112,15 +112,15 @@ async def test_an_interrupt_of_a_suspended_kernel_is_for_the_cells_that_wait(ker
     await kernel.provisioner.suspend()
     await kernel.manager.interrupt_kernel()
     await stays(kernel)
-    await host.goes_on(kernel)
+    await host.continues(kernel)
 
 
-async def test_it_goes_on_to_the_disk_and_comes_back(kernel, host):
+async def test_it_continues_to_the_disk_and_comes_back(kernel, host):
     for _ in range(2):
         await kernel.provisioner.suspend()
         await stays(kernel)
         await kernel.provisioner.checkpoint()
-        await host.goes_on(kernel)
+        await host.continues(kernel)
 
 
 async def test_a_checkpoint_that_fails_leaves_it_suspended_and_a_cell_wakes_it(kernel, host, monkeypatch):
@@ -136,10 +136,10 @@ async def test_a_checkpoint_that_fails_leaves_it_suspended_and_a_cell_wakes_it(k
             assert "suspended" in failure.value.left
             assert kernel.lifecycle.kernel.disconnected, "nobody has waited for its answer"
             await stays(kernel)
-    await host.goes_on(kernel)
+    await host.continues(kernel)
     await kernel.provisioner.suspend()
     await kernel.provisioner.checkpoint()
-    await host.goes_on(kernel)
+    await host.continues(kernel)
 
 
 async def test_the_status_of_a_suspended_kernel_needs_no_answer_of_it(kernel, host):
@@ -149,7 +149,7 @@ async def test_the_status_of_a_suspended_kernel_needs_no_answer_of_it(kernel, ho
     assert status["state"] == "suspended"
     json.dumps(status)
     await stays(kernel)
-    await host.goes_on(kernel)
+    await host.continues(kernel)
 
 
 @pytest.mark.parametrize("how", ["restart", "shut down"])
@@ -175,8 +175,8 @@ async def test_the_next_server_finds_it_suspended_and_wakes_it(host):
         async with host.server() as second:
             await stays(second)
             assert await second.run("x += 1; print(x)") == "42"
-            await host.goes_on(second)
+            await host.continues(second)
             await second.provisioner.suspend()
             await stays(second)
             await second.provisioner.checkpoint()
-            await host.goes_on(second)
+            await host.continues(second)

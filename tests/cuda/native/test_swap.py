@@ -222,7 +222,7 @@ def test_too_little_memory_at_an_allocation(programs, doubles):
     for preload in (None, []):
         with running(programs, doubles, preload=preload) as subject:
             subject.alloc(1, 4 * MIB)
-            assert subject.ask("room", 9 * MIB) == "ok"
+            assert subject.ask("total", 9 * MIB) == "ok"
             answers.append([subject.ask("alloc", 1, 6 * MIB, api, "sparse") for api in ("cuda", "cu")])
             answers[-1].append(subject.ask("memory"))
             subject.alloc(1, 4 * MIB)
@@ -235,11 +235,11 @@ def test_too_little_gpu_memory_at_a_swap_in(subject):
     subject.alloc(5, 4 * MIB, density="full")
     with subject.control() as control:
         control.must("copy_out", "free")
-        for room in (0, 10 * MIB, 19 * MIB):
-            assert subject.ask("room", room) == "ok"
+        for total in (0, 10 * MIB, 19 * MIB):
+            assert subject.ask("total", total) == "ok"
             answer = control.ask("swap_in")
             assert (answer["cuda"], answer["swapped_out"]) == (OUT_OF_MEMORY, 20 * MIB)
-            assert subject.outstanding()["used"] == 0, "the room that it does not need"
-        assert subject.ask("room", 20 * MIB) == "ok"
+            assert subject.outstanding()["used"] == 0, "the memory that it does not need"
+        assert subject.ask("total", 20 * MIB) == "ok"
         control.must("swap_in")
     subject.intact(5)

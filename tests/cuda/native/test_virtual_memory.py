@@ -228,11 +228,11 @@ def test_too_little_memory_at_a_swap_in(ask, control):
     assert ask("mapped('a', 'x', 3, 3), mapped('b', 'y', 4, 2), release('y')") == (0, 0, 0)
     control.must("copy_out", "free")
     for grains in (0, 2, 4):
-        ask(f"room({grains * GRAIN})")
+        ask(f"set_total({grains * GRAIN})")
         answer = control.ask("swap_in")
         assert (answer["cuda"], answer["swapped_out"]) == (OUT_OF_MEMORY, 5 * GRAIN)
         assert ask("outstanding()[0]") == 0
-    ask(f"room({5 * GRAIN})")
+    ask(f"set_total({5 * GRAIN})")
     control.must("swap_in")
     assert ask("holds('a', 0, 3), holds('b', 0, 2), unmap('b', 0, 2), outstanding()[0]") == (3, 4, 0, 3 * GRAIN)
 

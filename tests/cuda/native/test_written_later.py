@@ -253,7 +253,7 @@ def test_a_server_that_is_killed_at_any_moment_leaves_the_kernel_and_no_half_of_
         kernel.store.sweep()
         assert kernel.store.images() == [], name
         nothing_is_left(kernel)
-        kernel.program.goes_on()
+        kernel.program.continues()
     kernel.store.check(kernel.lifecycle.save(SavePoint("point")))
 
 

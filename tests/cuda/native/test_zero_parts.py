@@ -166,9 +166,9 @@ def test_zeros_go_to_an_image_and_come_back(fast_kernel):
     kernel.lifecycle.trace.sinks.append(events)
     kernel.program.ask("ctypes.memset(held[2][0], 0, held[2][1])")
     for wanted in ([{1}, {2}, {0}], [{1}, {0}, {0}]):
-        for leave, come in (("suspend", "resume"), ("checkpoint", "wake"), ("suspend", "wake")):
-            getattr(kernel.lifecycle, leave)()
-            getattr(kernel.lifecycle, come)()
+        for away, back in (("suspend", "resume"), ("checkpoint", "wake"), ("suspend", "wake")):
+            getattr(kernel.lifecycle, away)()
+            getattr(kernel.lifecycle, back)()
             assert kernel.program.ask(contents) == wanted
         kernel.program.ask("ctypes.memset(held[1][0], 0, held[1][1])")
     parts = {event.step: [*event.parts] for event in events.completed() if event.parts}

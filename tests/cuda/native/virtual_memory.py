@@ -263,7 +263,7 @@ def continue_call() -> None:
     cu.double_continue()
 
 
-def room(size: int) -> None:
+def set_total(size: int) -> None:
     cu.double_set_bytes(Size(size))
 
 

@@ -16,7 +16,7 @@ from traitlets import TraitError
 from traitlets.config import Config
 
 from jupyter_gpu_ckpt.cuda.cuda import CudaState
-from jupyter_gpu_ckpt.errors import ChildProcesses, CriuError, GpuCkptError, StateError
+from jupyter_gpu_ckpt.errors import ChildProcesses, CriuError, DriverTooOld, GpuCkptError, StateError
 from jupyter_gpu_ckpt.kernel.agent_requests import AgentRequests
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server.idle.loop import IdlePolicy, memory_of_host
@@ -183,6 +183,7 @@ class TestTrouble:
             (ChildProcesses("It has a child."), True, "INFO"),
             (CriuError("CRIU failed."), False, "WARNING"),
             (StateError("The gate is drained by another."), True, "INFO"),
+            (DriverTooOld("It is of 2023."), True, "INFO"),
             (ZeroDivisionError("a bug"), False, "WARNING"),
         ],
         ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",

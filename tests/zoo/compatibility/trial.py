@@ -109,7 +109,7 @@ async def refusal(move: Any) -> dict[str, str] | None:
     try:
         await move()
     except GpuCkptError as error:
-        return {"code": error.code, "text": f"{error} {error.hint}".strip()}
+        return {"code": error.code, "text": str(error)}
     return None
 
 

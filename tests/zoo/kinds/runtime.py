@@ -59,7 +59,7 @@ def generators():
 
 
 @kind("a suspended generator")
-def generator_goes_on():
+def generator_continues():
     def squares():
         for number in range(10**6):
             yield number * number

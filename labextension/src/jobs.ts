@@ -8,7 +8,7 @@ interface IFollowed {
   ended: number | null;
 }
 
-/** Request a job until it has ended, but in a hidden tab not until that is shown.  Without a reply the job continues. */
+/** Request a job until it has ended, but in a hidden tab not until that is shown.  Without a reply the job runs on. */
 export async function followed<Job extends IFollowed>(
   job: Job,
   request: (id: string) => Promise<Job>,

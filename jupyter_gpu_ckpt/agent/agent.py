@@ -3,7 +3,7 @@
 Loaded by launch.py as ``_jupyter_gpu_ckpt_agent`` (with this folder as its package) into whatever environment the
 kernel runs in: standard library and IPython/ipykernel only, Python >= 3.8, ipykernel >= 6.
 
-It handles five requests on the shell channel, so on the kernel's main thread and between cells.  Each reply has
+It handles six requests on the shell channel, so on the kernel's main thread and between cells.  Each reply has
 ``status``: ``ok`` with ``report``, or ``error`` with ``ename``, ``evalue``, ``traceback``, and ``lacking``: what the
 kernel has too little of (threads, descriptors, memory), if that is why.
 
@@ -11,13 +11,15 @@ kernel has too little of (threads, descriptors, memory), if that is why.
     Return the report of preflight; changes nothing.
 ``gpu_ckpt_summary_request``  {}
     Return the summary of the variables (`summary`), to be compared with that of a save point; changes nothing.
-``gpu_ckpt_quiesce_request``  {"trim": true, "files": true, "summary": false, "writes": true}
+``gpu_ckpt_collect_request``  {}
+    Collect garbage, while the kernel is still served: a quiesce that follows at once does not look through all objects.
+``gpu_ckpt_quiesce_request``  {"trim": true, "files": true, "summary": false, "writes": true, "goes_back": false}
     Flush all output.  ``trim``: release the variables that ``%gpu_checkpoint --drop`` named (for good, also if the
     checkpoint fails), collect garbage and free the caches of GPU libraries.  ``files``: close or replace what CRIU
     cannot save or restore: a debugger that was turned off (until it is turned on again), the history database, the TCP
     listener for children's output, shared mappings of deleted files.  ``summary``: the report has a summary of the
-    variables, for a save point.  ``writes``: an image is to be written.  An error reply means that all of it was
-    undone.
+    variables, for a save point.  ``writes``: an image is to be written.  ``goes_back``: the kernel goes back from this
+    state.  An error reply means that all of it was undone.
 ``gpu_ckpt_thaw_request``  {"environ": {"NAME": "value" | null}, "notice": "text for the next cell's output",
 "again": false}
     Set (null: unset) environment variables and undo quiesce.  ``again``: the kernel has come back from a save point,
@@ -59,6 +61,8 @@ from .trackers import Trackers
 NAME = "_jupyter_gpu_ckpt_agent"
 #: Seconds since the end of the last cell.
 _JUST_USED_S = 60.0
+#: Seconds since all objects were looked through for garbage.
+_JUST_COLLECTED_S = 5.0
 
 
 class Agent:
@@ -73,6 +77,8 @@ class Agent:
         self._watches_cells = False
         #: The end of the last cell, in seconds of `time.monotonic`.
         self._used_at = time.monotonic()
+        #: When all objects were looked through for garbage, likewise.
+        self._collected_at = -_JUST_COLLECTED_S
         self.server = ServerChannel(kernel)
         self.magics = GpuMagics(shell, kernel, self.server, lambda: self._iopub.port)
         #: Called without arguments on the main thread: before anything else of a quiesce, and after a thaw.
@@ -81,6 +87,7 @@ class Agent:
         self._verbs: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "report": self.report,
             "summary": lambda content: summary.summary(self._shell),
+            "collect": self.collect,
             "quiesce": self.quiesce,
             "thaw": self.thaw,
             "identity": self.become_another,
@@ -174,6 +181,13 @@ class Agent:
         """Return what may prevent a checkpoint; changes nothing."""
         return probes.report(self._kernel, self._iopub.port, [])
 
+    def collect(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Collect all garbage."""
+        errors: list[str] = []
+        probes.probe(errors, "gc", gc.collect, None)
+        self._collected_at = time.monotonic()
+        return {"probe_errors": errors}
+
     def quiesce(self, content: dict[str, Any]) -> dict[str, Any]:
         """Make the process ready to be suspended (``trim``) and dumped (``files``).
 
@@ -259,11 +273,13 @@ class Agent:
         """Return the generation up to which a quiesce collects garbage.
 
         To look through all objects takes 0.2 s where a framework is imported, in which 10 GiB of device memory leave
-        the GPU.  A suspend of a kernel that was just in use is not kept waiting by that: what is garbage in a cycle for
-        long moves with the rest.  Nor is a save, where it can be no device memory.
+        the GPU.  A suspend of a kernel that was just in use is not kept waiting by that, nor its way back to a save
+        point: what is garbage in a cycle for long moves with the rest.  Nor is a save, if it can be no device memory.
         """
         just_used = time.monotonic() - self._used_at < _JUST_USED_S
-        if (just_used and not content.get("writes", True)) or (content.get("summary") and not gpu_memory.loaded()):
+        waits_not = just_used and (not content.get("writes", True) or content.get("goes_back"))
+        waits_not = waits_not or time.monotonic() - self._collected_at < _JUST_COLLECTED_S
+        if waits_not or (content.get("summary") and not gpu_memory.loaded()):
             return 1
         return 2
 

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,7 +52,7 @@ from ..errors import (
 )
 from . import root_program
 from .namespaces import UNSHIFTED, Clocks
-from .protocol import NEXT_SOCKET, PACKET_BYTES, SOCKET, VERSION
+from .protocol import PACKET_BYTES, SOCKET, VERSION
 
 #: Deadline of a request that the init answers at once, in seconds.
 ANSWER = 10.0
@@ -83,6 +86,8 @@ _UNSAVABLE: Mapping[str, tuple[type[GpuCkptError], str, str | None]] = {
     ),
 }
 _INIT = Path(__file__).with_name("run_init.py")
+#: What follows the name of a kernel's directory in that of one beside it (`Capsule.create`).
+_BESIDE = ".capsule-"
 #: struct ucred: process, user, group (unix(7), SO_PEERCRED).
 _CREDENTIALS = struct.Struct("3i")
 
@@ -111,12 +116,50 @@ def first_pid() -> int:
     return random.randrange(min(pid_max // 4, 100_000), pid_max // 2)  # noqa: S311 - nobody must not guess it
 
 
+def _make_beside(directory: Path) -> Path:
+    """Make a directory beside a kernel's, for another capsule, with the files that the kernel finds there."""
+    made = Path(tempfile.mkdtemp(prefix=f"{directory.name}{_BESIDE}", dir=directory.parent))
+    for path in directory.iterdir():
+        if path.suffix == ".json" and path.is_file():
+            with contextlib.suppress(OSError):
+                (made / path.name).hardlink_to(path)
+    return made
+
+
+def remove_beside(directory: Path, but: Path | None = None) -> None:
+    """Remove what capsules beside a kernel's ``directory`` have left, whose servers were killed.  Never raises.
+
+    ``but``: the directory of one that lives.
+    """
+    for path in directory.parent.glob(f"{glob.escape(directory.name + _BESIDE)}*"):
+        if path != but:
+            _remove_links(directory, path.name)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _own_directory(directory: Path) -> Path:
+    """Return the directory of the capsule that a kernel's ``directory`` has or leads to."""
+    with contextlib.suppress(OSError):
+        name = (directory / SOCKET).readlink().parent.name
+        if name.startswith(directory.name + _BESIDE):
+            return directory.with_name(name)
+    return directory
+
+
+def _remove_links(directory: Path, name: str) -> None:
+    """Remove the links in ``directory`` to the sockets in the one beside it of this name.  Never raises."""
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            if path.is_symlink() and path.readlink().parent == Path("..", name):
+                path.unlink()
+
+
 class Capsule(contextlib.AbstractContextManager["Capsule"]):
     """One capsule, from `create` to `close`.  Thread-safe: requests queue behind one lock."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._name = SOCKET
+        #: The kernel's directory; and the capsule's: the same, or one beside it, if another capsule lived in that.
+        self.kernel_directory = self.directory = directory
         self._outer: subprocess.Popen[bytes] | None = None
         #: PID 1 of the capsule: a pidfd, and its process id here.  It ends when all other processes have ended.
         self._init_fd = -1
@@ -151,24 +194,28 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         path at which the kernel finds ``directory``, if it comes from a host where that was another.  ``sockets``: a
         path for a socket of the kernel; its directory is another name of ``directory``, too.  ``stdout`` and
         ``stderr`` get the kernel's raw output, as for `subprocess.Popen`; by default the caller's own.  ``beside``:
-        another capsule lives in the same directory, where no other owner finds this one before `replace_other`.  Raises
-        `CapsuleError`, or `CapsuleGone` when its init is killed at once; nothing is left behind then.
+        another capsule lives in the directory: this one gets its own, which its processes find in the place of that,
+        and which no other owner finds before `replace_other`.  Raises `CapsuleError`, or `CapsuleGone` when its init is
+        killed at once; nothing is left behind then.
         """
         capsule = cls(directory)
-        capsule._name = NEXT_SOCKET if beside else SOCKET
         try:
-            (directory / capsule._name).unlink(missing_ok=True)
+            remove_beside(directory, but=_own_directory(directory) if beside else directory)
+            if beside:
+                capsule.directory = _make_beside(directory)
+            else:
+                (directory / SOCKET).unlink(missing_ok=True)
         except OSError as error:
             raise RuntimeDirectory(f"{directory} cannot be written: {error.strerror}.") from error
+        known_as = known_as or directory
         report, reported = os.pipe()
         options = {
-            "directory": str(directory),
+            "directory": str(capsule.directory),
             "monotonic_ns": offsets.monotonic,
             "boottime_ns": offsets.boottime,
-            "known_as": str(known_as) if known_as not in (None, directory) else "",
+            "known_as": str(known_as) if known_as != capsule.directory else "",
             "sockets": str(sockets.parent) if sockets else "",
             "report": reported,
-            "socket": capsule._name,
         }
         try:
             capsule._outer = subprocess.Popen(
@@ -182,6 +229,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             )
         except OSError as error:
             os.close(report)
+            remove_beside(directory, but=_own_directory(directory))
             raise CapsuleError(f"The capsule's init could not be started: {error}") from error
         finally:
             os.close(reported)
@@ -208,6 +256,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
     def attach(cls, directory: Path) -> Capsule:
         """Become the owner of a capsule that outlived its last one.  Raises `CapsuleGone`, `ProtocolVersion`."""
         capsule = cls(directory)
+        capsule.directory = _own_directory(directory)
         capsule._connect()
         try:
             reply, _ = capsule._request({"verb": "status"}, GRACE + ANSWER)  # a dump of the last owner is undone first
@@ -227,7 +276,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.settimeout(ANSWER)
-            connection.connect(f"/proc/self/fd/{directory}/{self._name}")
+            connection.connect(f"/proc/self/fd/{directory}/{SOCKET}")
         except OSError as error:
             connection.close()
             raise CapsuleGone(f"The capsule does not answer: {error}") from error
@@ -244,12 +293,26 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             else:
                 self._init_fd, self._init_pid = init, pid
 
-    def replace_other(self) -> None:
-        """Become the capsule of the directory, in which the other one has ended.  Raises `OSError`, `CapsuleGone`."""
+    def require_alive(self) -> None:
+        """Raise `CapsuleGone` if the capsule's init has ended."""
         if self._init_fd < 0 or _ready([self._init_fd], 0):
             raise CapsuleGone("The capsule's init has ended.")
-        (self.directory / self._name).replace(self.directory / SOCKET)
-        self._name = SOCKET
+
+    def replace_other(self) -> None:
+        """Become the capsule of the kernel's directory, in which the other one has ended.
+
+        That gets links to the sockets in its own.  Nothing is done for a capsule that was not made beside another one.
+        Raises `OSError`, `CapsuleGone`.
+        """
+        if self.directory == self.kernel_directory:
+            return
+        self.require_alive()
+        names = [path.name for path in self.directory.iterdir() if path.is_socket()]
+        for name in sorted(names, key=SOCKET.__eq__):  # that of the init last
+            draft = self.kernel_directory / f".{name}"
+            draft.unlink(missing_ok=True)
+            draft.symlink_to(f"../{self.directory.name}/{name}")
+            draft.replace(self.kernel_directory / name)
 
     def outlive(self, outlive: bool = True) -> None:
         """Let the capsule and its kernel run on when the owner's connection breaks, or not."""
@@ -285,7 +348,10 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             with self._lock:
                 self._disconnect()
             with contextlib.suppress(OSError):  # gone already, or read-only by now: the next capsule meets it
-                (self.directory / self._name).unlink()
+                (self.directory / SOCKET).unlink()
+            if self.directory != self.kernel_directory:
+                _remove_links(self.kernel_directory, self.directory.name)
+                shutil.rmtree(self.directory, ignore_errors=True)
 
     def _disconnect(self) -> None:
         if self._socket is not None:

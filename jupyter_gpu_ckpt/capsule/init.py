@@ -883,7 +883,7 @@ def main(argument: str) -> int:
             os.close(reopened)
         # Through the directory's descriptor: the path of a unix socket may have 107 bytes, ours may be longer.
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(f"/proc/self/fd/{directory}/{options.get('socket') or SOCKET}")
+        listener.bind(f"/proc/self/fd/{directory}/{SOCKET}")
         listener.listen(4)
         os.close(directory)
         os.chdir("/")

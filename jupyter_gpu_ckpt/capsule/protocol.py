@@ -10,8 +10,6 @@ Imported by the init: nothing is imported here.
 
 #: The init's socket in the capsule's directory.
 SOCKET = "capsule.sock"
-#: The same of a capsule that is made while the directory's other one lives.
-NEXT_SOCKET = "next-capsule.sock"
 #: To be raised with every change that the other side has to know of.
 VERSION = 2
 #: Bytes that are read at once, and the most that an answer may have.

@@ -216,10 +216,10 @@ class Criu:
                     raise RuntimeDirectory(full, **failure.details)
                 raise failure
         finally:
-            if work != capsule.directory:
+            if work != capsule.kernel_directory:
                 for source in (log, output):
                     with contextlib.suppress(OSError):  # users look there; it may be full
-                        shutil.copy(source, capsule.directory)
+                        shutil.copy(source, capsule.kernel_directory)
         if ran.unrepaired:  # the kernel runs on all the same
             _log.warning("The kernel could not be repaired after CRIU's %s: %s", verb, ran.unrepaired)
         return ran
@@ -236,7 +236,7 @@ class Criu:
     ) -> float:
         """Dump the kernel of ``capsule`` to ``directory``.  Return the seconds.
 
-        ``work``: the directory of CRIU's log, by default the capsule's, which gets a copy of it anyhow.
+        ``work``: the directory of CRIU's log, by default the capsule's; the kernel's gets a copy of it anyhow.
 
         The processes are left stopped, not ended: until the image is published they are the only copy.
         `Capsule.resume_processes` lets them run again.  With ``freeze`` the kernel and these ``children`` (host pids)
@@ -283,6 +283,15 @@ class Criu:
         CRIU fails or a note that the kernel must not run without cannot be reapplied.
         After failure the image is untouched, and half-restored processes end with the capsule.
         """
+        ran = self.restore_stopped(capsule, directory, pid=pid, pipes=pipes, timeout=timeout)
+        return self.run_restored(
+            capsule, ran, pid=pid, freeze=freeze, alone=alone, before_running=before_running, notes=notes
+        )
+
+    def restore_stopped(
+        self, capsule: Capsule, directory: Path, *, pid: int, pipes: Sequence[int], timeout: float
+    ) -> Ran:
+        """Do the first part of `restore`: the processes are there, and stopped.  Raises as that."""
         options = ["--restore-detached", "--leave-stopped"]
         for fd, inode in enumerate(pipes, start=3):
             options += ["--inherit-fd", f"fd[{fd}]:pipe:[{inode}]"]
@@ -291,7 +300,20 @@ class Criu:
             root_program.put_back(directory)
         except OSError as error:
             raise MissingFile(f"{root_program.path_of(directory)} cannot be written: {error.strerror}.") from error
-        ran = self._run("restore", capsule, directory, timeout, options, root=root, adopted=adopted, restores=pid)
+        return self._run("restore", capsule, directory, timeout, options, root=root, adopted=adopted, restores=pid)
+
+    def run_restored(
+        self,
+        capsule: Capsule,
+        ran: Ran,
+        *,
+        pid: int,
+        freeze: bool = False,
+        alone: bool = False,
+        before_running: Callable[[], object] = lambda: None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> Restored:
+        """Do the second part of `restore`, of processes that it has left stopped: they run.  Raises as that."""
         before_running()
         vital, changed, locks = capsule.reapply(notes) if notes else ([], [], [])
         if vital:

@@ -17,6 +17,7 @@ import fcntl
 import ipaddress
 import os
 import re
+import secrets
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ _VARINT, _BYTES = 0, 2
 #: FL_FLOCK and FL_OFD of CRIU's file-lock.h.
 _FLOCK, _OFD = 2, 4
 #: The abstract name under which CUDA's driver gives the descriptor of /dev/nvidia-uvm to processes that share memory
-#: with this one (580.159.04): the PID namespace's inode and the PID.  A branch's may have any other.
+#: with this one (580.159.04): the PID namespace's inode and the PID.  A branch's may have any other, of the same form.
 _DRIVER_SOCKET = re.compile(rb"\0cuda-uvmfd-\d+-\d+\0?")
 
 #: Chooses a free port for a socket of this family, type and address.
@@ -215,15 +216,18 @@ def _shown(address: str, port: int) -> str:
 def _unix_socket(fields: list[Field], own: Sequence[str], prefix: str, found: list[Exclusive]) -> list[Field] | None:
     """Return the fields of a socket that gets another name; None for one without a name, or the kernel's own.
 
-    The driver's own socket gets another name unnoticed.
+    The driver's own socket gets another name of its kind unnoticed.
     """
     name = next((value for number, _, value in fields if number == _UNIX_NAME and isinstance(value, bytes)), b"")
     shown = os.fsdecode(name.strip(b"\0"))
     if not shown or shown.startswith(tuple(own)):
         return None
-    if not _DRIVER_SOCKET.fullmatch(name):
+    is_driver_s = _DRIVER_SOCKET.fullmatch(name) is not None
+    if not is_driver_s:
         found.append(Exclusive("socket", f"unix socket {'@' if name[:1] == bytes(1) else ''}{shown}", "another name"))
     ending = b"\0" if name.endswith(b"\0") else b""
     moved = os.fsencode(f"{prefix}{number_of(fields, _UNIX_INODE)}") + ending
+    if is_driver_s:
+        moved = b"\0cuda-uvmfd-%d-%d" % (secrets.randbits(31), secrets.randbits(31)) + ending
     kept = [field for field in fields if field[0] not in (_UNIX_NAME, _UNIX_DIRECTORY)]
     return sorted([*kept, (_UNIX_NAME, _BYTES, moved)], key=lambda field: field[0])

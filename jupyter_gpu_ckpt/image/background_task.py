@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
@@ -31,8 +32,18 @@ class BackgroundTask:
 
     def __init__(self, name: str, work: Callable[[Callable[[], None]], object]) -> None:
         self._cancelled = threading.Event()
+        #: How long it took, once it has ended.
+        self.seconds = 0.0
+
+        def measured() -> None:
+            began = time.monotonic()
+            try:
+                work(self._check_cancelled)
+            finally:
+                self.seconds = time.monotonic() - began
+
         executor = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._future = executor.submit(work, self._check_cancelled)
+        self._future = executor.submit(measured)
         executor.shutdown(wait=False)
 
     def _check_cancelled(self) -> None:

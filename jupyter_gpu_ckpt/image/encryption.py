@@ -253,14 +253,17 @@ class EncryptedCodec(device_memory.Codec):
         direct_io.write(path, buffer, size, size=size)
         return FileEntry(size, blake3(buffer[:size]).hexdigest())
 
-    def load(self, path: Path, entry: FileEntry, chunk: memoryview) -> bool:
+    def load(self, path: Path, entry: FileEntry, chunk: memoryview, target: Path) -> bool:
         buffer = self._buffer(len(chunk))
         if entry.bytes > len(buffer):
             return False
         sealed = direct_io.read(path, buffer, entry.bytes)  # its hash is checked before anything is decrypted
         if len(sealed) != entry.bytes or blake3(sealed).hexdigest() != entry.blake3:
             return False
-        return self._cipher.open(layout.device_file(path.name), sealed, chunk)
+        if not self._cipher.open(layout.device_file(path.name), sealed, chunk):
+            return False
+        direct_io.write(target, chunk, len(chunk), size=len(chunk))
+        return True
 
     def _buffer(self, size: int) -> memoryview:
         """Return the thread's `direct_io.buffer` for the encrypted form of ``size`` bytes."""

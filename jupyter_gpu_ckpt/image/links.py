@@ -47,6 +47,11 @@ def made(manifest: Manifest) -> dict[str, dict[str, Any]]:
     }
 
 
+def may_consume(manifest: Manifest) -> bool:
+    """Return whether a restore of an image may remove files that are not the image's."""
+    return any(True for _ in _consumed(manifest))
+
+
 def _is_shared_memory(path: Path) -> bool:
     return path.parent == _SHARED_MEMORY
 

@@ -220,11 +220,11 @@ class GpuSharing:
         kernel = lifecycle.kernel
         if kernel.saved.cuda:
             return True
-        if kernel.capsule is None:
+        if (capsule := kernel.capsule) is None:
             return False
         if self._announces:
             with contextlib.suppress(OSError):
-                return any(lifecycle.home.runtime_dir.glob(f"{SOCKET}*"))
+                return any(capsule.directory.glob(f"{SOCKET}*"))
             return False
         if not at_once and now - self._looked_at < _MEASURE_IDLE_S:
             return False

@@ -22,7 +22,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ..capsule.capsule import Capsule
+from ..capsule.capsule import Capsule, remove_beside
 from ..errors import CapsuleError, CapsuleGone, ProtocolVersion, StateError
 from ..files.atomic import write_atomically
 from ..image import layout
@@ -92,6 +92,7 @@ class Registration:
     def remove(self) -> None:
         """Remove and unlock the directory.  Never raises: `reap` removes what cannot be removed now."""
         with contextlib.suppress(CapsuleError, OSError), _locked_base(self.directory.parent):
+            remove_beside(self.directory)
             shutil.rmtree(self.directory, ignore_errors=True)
         self._lock.release()
 
@@ -154,6 +155,7 @@ def reap(base: Path) -> list[Path]:
                 if not _is_owned(directory) and not _is_alive(directory):
                     with contextlib.suppress(OSError, ProtocolVersion):
                         _note_lost(base, directory)
+                    remove_beside(directory)
                     shutil.rmtree(directory, ignore_errors=True)
                     removed.append(directory)
     return removed

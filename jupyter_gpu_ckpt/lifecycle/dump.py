@@ -35,8 +35,7 @@ from ..node.facts import unreachable
 from ..node.fingerprint import fingerprint
 from ..process import connections, descriptors, shared_memory
 from ..process.sockets import let_ports_be_rebound
-from . import completing, cuda_processes, host_memory, preflight
-from .capsule_ahead import CapsuleAhead
+from . import completing, cuda_processes, host_memory, preflight, restore
 from .context import Attempt, KernelState, PartlyDone, Reason
 from .suspend import driver_checkpoint, why_not, without_sockets
 
@@ -107,8 +106,9 @@ def dump(attempt: Attempt) -> None:
     bytes = host_memory.resident(kernel)  # device memory is host memory by now
     attempt.clocks = kernel.require_capsule().clocks()
     if attempt.next_image is not None and kernel.ahead is None and host_memory.may_read_ahead(attempt.next_image):
-        begin_to_go_back(kernel, attempt.next_image)
-    needed = _needed(kernel, bytes)
+        restore.begin_to_go_back(kernel, attempt.next_image)
+    with attempt.traced.part("space"):
+        needed = _needed(kernel, bytes)
     over, pause, evicted, tries = time.monotonic() + kernel.settings.pipes, 0.1, False, 1
     while True:
         try:
@@ -142,16 +142,6 @@ def dump(attempt: Attempt) -> None:
             kernel.cancellation.wait(pause * jitter, Reason.DETACH)
             kernel.cancellation.check()
             pause = min(2 * pause, 3.0)
-
-
-def begin_to_go_back(kernel: KernelState, image: Image) -> None:
-    """Begin to make the capsule for the way back, and to read the image's device memory into it where that may be.
-
-    The kernel's clocks continue from now.
-    """
-    create = functools.partial(kernel.home.create_capsule, image, beside=True)
-    with contextlib.suppress(RuntimeError):  # there are no more threads: it is made when it is needed
-        kernel.ahead = CapsuleAhead(image, create, functools.partial(host_memory.begin_read_ahead, kernel, image))
 
 
 def _suspend_warm(kernel: KernelState) -> None:
@@ -226,13 +216,17 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
                     capsule, draft.criu_directory, timeout=deadline, freeze=freeze, children=children, work=work
                 )
         inspect = functools.partial(capsule.inspect, allow_unconfined=kernel.settings.allow_unconfined_wake)
-        with beside(inspect) as inspection:  # the capsule's init inspects the processes while the image is read here
-            files = images.regular_files(draft.criu_directory)
-            _require_restorable(draft.criu_directory, files)
-            attempt.fingerprint = _fingerprint(attempt, draft.criu_directory, files)
+        part = attempt.traced.part
+        with part("inspect"), beside(inspect) as inspection:  # the capsule's init does while the image is read here
+            with part("fingerprint"):
+                files = images.regular_files(draft.criu_directory)
+                _require_restorable(draft.criu_directory, files)
+                attempt.fingerprint = _fingerprint(attempt, draft.criu_directory, files)
             attempt.notes = _require_proven(inspection.result(), draft.criu_directory)
-        _keep_files(attempt, draft)
-        _require_fit(kernel)  # the parent of a process may have been killed meanwhile: then it is not in the image
+        with part("files"):
+            _keep_files(attempt, draft)
+        with part("fit"):
+            _require_fit(kernel)  # the parent of a process may have been killed meanwhile: then it is not in the image
         attempt.manifest = _manifest(attempt)
         return draft.size() + attempt.dropped_bytes
     except BaseException:
@@ -384,8 +378,10 @@ def device_memory_written(attempt: Attempt, draft: Draft, needed: int) -> Iterat
         attempt.swapped_bytes = found = device_memory.size(extents)
         if found != (swapped_out := fast_path.amounts().swapped_out):
             raise errors.CapsuleError(f"Of {swapped_out} bytes of device memory {found} are there.")
-        later = completing.may_be_later(attempt, needed)
-        if (attempt.continues or later) and host_memory.may_wait_for_disk(kernel) and _link_device_memory(attempt):
+        later = attempt.continues or completing.may_be_later(attempt, needed)
+        with attempt.traced.part("link"):
+            linked = later and host_memory.may_wait_for_disk(kernel) and _link_device_memory(attempt)
+        if linked:
             if attempt.continues or completing.begin(attempt, draft):
                 yield
                 return
@@ -404,7 +400,8 @@ def device_memory_written(attempt: Attempt, draft: Draft, needed: int) -> Iterat
             except Exception:
                 _log.exception("Device memory could not be written")
             raise
-        task.wait()
+        with attempt.traced.part("device_memory"):
+            task.wait()
     finally:
         os.close(extents)
 
@@ -456,7 +453,7 @@ def publish(attempt: Attempt) -> None:
     """
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
     if attempt.next_image is not None and kernel.ahead is None:
-        begin_to_go_back(kernel, attempt.next_image)
+        restore.begin_to_go_back(kernel, attempt.next_image)
     image = completing.hand_over(attempt, _final_manifest(attempt)) if attempt.completion is not None else None
     if image is None and attempt.linked is not None:
         _write_linked(attempt, attempt.linked)

@@ -28,6 +28,8 @@ def cancel(kernel: KernelState, reason: Reason) -> None:
         for task in (attempt.verification if ends else None, attempt.device_read):
             if task is not None:
                 task.cancel()
+    if (ahead := kernel.ahead) is not None:
+        ahead.cancel()
     end = Capsule.close if ends else Capsule.cancel_criu
     for capsule in (attempt.restoring if attempt is not None else None, kernel.capsule):
         if capsule is not None:

@@ -136,10 +136,19 @@ def may_read_ahead(image: Image, beside: int = 0) -> bool:
     return bytes > 0 and not image.manifest.encryption and free * RESERVED_PART >= all_memory()
 
 
-def may_read_before_suspend(kernel: KernelState, image: Image) -> bool:
-    """Return whether `may_read_ahead` holds with all device memory that a kernel on the GPU still has there."""
+def may_restore_ahead(image: Image) -> bool:
+    """Return whether host memory has the space for an image's processes, and its device memory, beside a kernel's."""
+    free = available_memory() - int(image.manifest.fingerprint.get("memory", 0))
+    return free * RESERVED_PART >= all_memory()
+
+
+def may_go_back_before_suspend(kernel: KernelState, image: Image) -> bool:
+    """Return whether the way back may be begun with all device memory that a kernel on the GPU still has there.
+
+    Always if the image has none: what its processes need is looked at apart.
+    """
     if not image.manifest.swapped_bytes:
-        return False
+        return True
     with contextlib.suppress(GpuCkptError):  # the driver does not answer: the suspend says why
         return may_read_ahead(image, sum(device_bytes(kernel).values()))
     return False
@@ -174,6 +183,7 @@ def require_read(attempt: Attempt) -> None:
         try:
             with mapped_errors(kernel.engine.store.root) if spills else contextlib.nullcontext():
                 complete = attempt.device_read.wait()
+            attempt.traced.parts["all_read"] = attempt.device_read.seconds  # most of it before this step
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise NoMemory("The kernel's device memory does not fit into host memory.") from error

@@ -163,8 +163,6 @@ class Lifecycle:
                 with point.lease():
                     restore.fetch_content(kernel, point)
             then = going_back.check(kernel, point, files)
-            if host_memory.may_read_before_suspend(kernel, point):
-                dump.begin_to_go_back(kernel, point)
             before_name = going_back.automatic_name("before going back", store.images(), self.home.kernel_id)
             before = SavePoint(before_name, automatic=True)
             options: dict[str, Any] = {"save_point": before, "notebook": notebook, "replaced": then}

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
-from ..capsule.capsule import Capsule
+from ..capsule.capsule import Capsule, Ran
 from ..criu import exclusive, images, shared_pages, vmas
+from ..criu.criu import Restored
+from ..criu.exclusive import Exclusive
 from ..errors import (
     CapsuleGone,
     CriuError,
@@ -26,12 +30,14 @@ from ..image.encryption import Readable
 from ..image.manifest import Manifest
 from ..image.store import Image
 from ..node import databases
+from ..node import facts as node_facts
 from ..node.facts import LINGERS
 from ..node.match import Mismatch, accepted_files, require
 from ..terminal_text import printable
 from ..transfer import archive
 from ..transfer.remote import Remote
 from . import compatibility, completing, going_back, host_copies, host_memory
+from .capsule_ahead import CapsuleAhead, ProcessesAhead
 from .context import MOVED, Attempt, Home, KernelState, Reason, Saved
 
 #: Seconds to wait for a lease that another process has for a moment only: the cold tier, as it sends the content away.
@@ -45,17 +51,23 @@ def match(attempt: Attempt) -> None:
     if kernel.completion is not None and kernel.completion.id == kernel.image.id:
         kernel.image = completing.completed(kernel)
     image = store.get(kernel.image.id)
-    attempt.lease = image.lease(_MOMENT)
+    ahead = kernel.ahead.hand_over(image) if kernel.ahead is not None else None
+    attempt.lease, attempt.verification = ahead or (image.lease(_MOMENT), None)
     attempt.resources.callback(_end_lease, attempt)
+    if attempt.verification is not None:
+        attempt.resources.callback(attempt.verification.cancel, wait_for_end=True)
     try:
         attempt.resources.callback(attempt.turn.close)
         attempt.turn.enter_context(branch.turn_to_restore(store, image))
         links.put_back(image.manifest)  # of a restore whose process was killed
         if image.archived:
             fetch_content(kernel, image)
-        attempt.verification = store.begin_check(image)
-        attempt.resources.callback(attempt.verification.cancel, wait_for_end=True)
-        attempt.changed_files = _require_match(attempt, image)
+        if attempt.verification is None:
+            with attempt.traced.part("verify"):
+                attempt.verification = store.begin_check(image)
+            attempt.resources.callback(attempt.verification.cancel, wait_for_end=True)
+        with attempt.traced.part("compare"):
+            attempt.changed_files = _require_match(attempt, image)
         for database, paths in databases.to_lock(image.manifest.fingerprint.get("files", {})):
             attempt.databases.append(database)
             if "unchanged" not in database:  # log and index may get another size
@@ -132,8 +144,8 @@ def _settled(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
 
 
 def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
-    engine, cancellation, ahead = attempt.kernel.engine, attempt.kernel.cancellation, attempt.kernel.ahead
-    host_copies.release_copies(attempt.kernel, image.manifest.fingerprint.get("memory", 0))
+    kernel, engine, cancellation = attempt.kernel, attempt.kernel.engine, attempt.kernel.cancellation
+    host_copies.release_copies(kernel, image.manifest.fingerprint.get("memory", 0))
     found = compatibility.mismatches(
         image.manifest,
         engine.store,
@@ -141,12 +153,21 @@ def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
         engine.criu_version,
         accept_changed_files=accept,
         gpu_map=attempt.gpu_map,
-        read=image.manifest.swapped_bytes if ahead is not None and ahead.reading is not None else 0,
+        read=_read_ahead(kernel, image),
         cancelled=lambda: cancellation.reason >= Reason.DETACH,
     )
     cancellation.check()
     # Free memory on the GPU is the next step's, which has the lock that makes the answer last.
     return [mismatch for mismatch in found if mismatch.field != "device_memory"]
+
+
+def _read_ahead(kernel: KernelState, image: Image) -> int:
+    """Return the bytes of the image that are in host memory already, or will be."""
+    if kernel.ahead is None:
+        return 0
+    if kernel.ahead.restores:
+        return int(image.manifest.fingerprint.get("memory", 0))
+    return image.manifest.swapped_bytes if kernel.ahead.reading is not None else 0
 
 
 def _user_accepts(kernel: KernelState, changed: list[str]) -> bool:
@@ -172,42 +193,37 @@ def _criu_restore(attempt: Attempt) -> None:
     home.renew()
     links.secure(manifest)
     _make_directories_of_sockets(manifest)
-    try:
+    with _writing(home.runtime_dir):
         for stale in home.runtime_dir.glob(f"{home.sockets.name if home.sockets else 'kernel'}-*"):
-            if stale.is_socket():
+            if stale.is_socket() or stale.is_symlink():
                 stale.unlink()
-    except OSError as error:
-        raise RuntimeDirectory(f"{home.runtime_dir} cannot be written: {error.strerror}.") from error
     ahead, kernel.ahead = kernel.ahead, None
-    capsule = (ahead.claim(kernel.image) if ahead is not None else None) or home.create_capsule(kernel.image)
+    as_it_was = not (attempt.put_back or attempt.changed_files or attempt.databases or attempt.again)
+    with attempt.traced.part("capsule"):
+        capsule = ahead.claim(kernel.image, as_it_was=as_it_was) if ahead is not None else None
+        capsule = capsule or home.create_capsule(kernel.image)
     attempt.device_read = ahead.reading if ahead is not None else None
+    stopped = ahead.restored if ahead is not None else None
     # Until the image is needed no more: a child may change files that it has open, and the next try would find them so.
     alone = not attempt.needs_children and _serves_clients(manifest, home)
+    running: dict[str, Any] = {
+        "pid": manifest.pid,
+        "freeze": manifest.cuda,
+        "alone": alone,
+        "before_running": lambda: _require_verified(attempt),
+        "notes": exclusive.without_locks(manifest.notes) if manifest.branched_from else manifest.notes,
+    }
     attempt.restoring = capsule  # from here on `terminate` ends it; if that was called before, the check notices
     try:
         kernel.cancellation.check(Reason.END)
-        with (
-            kernel.engine.store.readable(kernel.image) as files,
-            _files_put_back(attempt, files),
-            shared_chunks.whole(kernel.engine.store.root, files.criu_directory) as whole,
-            _criu_directory(attempt, whole) as directory,
-            links.ghosts_removed(files.criu_directory, layout.mark(kernel.image.path, layout.RESTORING)),
-            _closed_after_failure(capsule),
-        ):
-            _begin_read(attempt, capsule, files)
-            if attempt.databases:
-                capsule.lock_databases(attempt.databases)
-            restored = kernel.engine.criu.restore(
-                capsule,
-                directory,
-                pid=manifest.pid,
-                pipes=manifest.pipes,
-                timeout=kernel.deadline(manifest.bytes),
-                freeze=manifest.cuda,
-                alone=alone,
-                before_running=lambda: _require_verified(attempt),
-                notes=exclusive.without_locks(manifest.notes) if manifest.branched_from else manifest.notes,
-            )
+        with kernel.engine.store.readable(kernel.image) as files, _closed_after_failure(capsule):
+            if stopped is None:
+                restored = _restore(attempt, capsule, files, running)
+            else:
+                _begin_read(attempt, capsule, files)
+                restored = kernel.engine.criu.run_restored(capsule, stopped, **running)
+            with _writing(home.runtime_dir):
+                capsule.replace_other()
     except BaseException as error:
         capsule.close()
         host_memory.end_read(attempt)
@@ -216,11 +232,98 @@ def _criu_restore(attempt: Attempt) -> None:
             attempt.verification.wait()  # memory that is not what was saved is the cause, if it is damaged
         raise
     else:
+        attempt.traced.parts["criu"] = restored.seconds  # before this step, of processes that were restored ahead
         kernel.capsule, attempt.alone = capsule, alone
         attempt.changed_settings = restored.changed
     finally:
         attempt.restoring = None
-    attempt.traced.bytes = manifest.bytes
+    if stopped is None:  # else the step's seconds say nothing of how long they take
+        attempt.traced.bytes = manifest.bytes
+
+
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeDirectory(f"{directory} cannot be written: {error.strerror}.") from error
+
+
+def _restore(attempt: Attempt, capsule: Capsule, files: Readable, running: dict[str, Any]) -> Restored:
+    """Have CRIU restore the processes of the image in a capsule.  ``running``: how they run (`Criu.run_restored`)."""
+    kernel = attempt.kernel
+    assert kernel.image is not None
+    manifest, changed = kernel.image.manifest, attempt.changed_files
+    branches = bool(manifest.branched_from)
+    with (
+        _files_put_back(attempt, files),
+        shared_chunks.whole(kernel.engine.store.root, files.criu_directory) as whole,
+        _view(kernel, manifest, whole, capsule, changed, attempt.again, branches) as (view, separated),
+        links.ghosts_removed(files.criu_directory, layout.mark(kernel.image.path, layout.RESTORING)),
+        _closed_after_failure(capsule),
+    ):
+        attempt.separated = separated
+        _begin_read(attempt, capsule, files)
+        if attempt.databases:
+            capsule.lock_databases(attempt.databases)
+        timeout = kernel.deadline(manifest.bytes)
+        return kernel.engine.criu.restore(capsule, view, pipes=manifest.pipes, timeout=timeout, **running)
+
+
+def begin_to_go_back(kernel: KernelState, image: Image) -> None:
+    """Begin to make the capsule for the way back, and to read device memory and restore processes in it, where allowed.
+
+    The kernel's clocks continue from now.
+    """
+    create = functools.partial(kernel.home.create_capsule, image, beside=True)
+    read = functools.partial(host_memory.begin_read_ahead, kernel, image)
+    with contextlib.suppress(RuntimeError):  # there are no more threads: it is made when it is needed
+        kernel.ahead = CapsuleAhead(image, create, read, functools.partial(_prepare_ahead, kernel, image))
+
+
+def _prepare_ahead(kernel: KernelState, image: Image) -> ProcessesAhead | None:
+    """Return how the processes of a save point are restored while the kernel's own are there; None if they must not be.
+
+    Not where something of them cannot exist twice, a restore needs more files than the image's and those that they have
+    open, or one of these is another than it was.
+    """
+    store, manifest, directory = kernel.engine.store, image.manifest, image.criu_directory
+    files, noted = manifest.fingerprint.get("files", {}), manifest.fingerprint
+
+    def is_still_true() -> bool:
+        facts = ((was, node_facts.file_facts(path)) for path, was in files.items())
+        return all(now is not None and node_facts.same_file(was, now) for was, now in facts)
+
+    def restore(capsule: Capsule) -> Ran:
+        with (
+            shared_chunks.whole(store.root, directory) as whole,
+            _view(kernel, manifest, whole, capsule, (), False, manifest.cuda) as (view, _),
+        ):
+            timeout = kernel.deadline(manifest.bytes)
+            return kernel.engine.criu.restore_stopped(
+                capsule, view, pid=manifest.pid, pipes=manifest.pipes, timeout=timeout
+            )
+
+    if manifest.encryption or image.archived or manifest.branched_from or noted.get("ports") or noted.get("sockets"):
+        return None
+    if links.may_consume(manifest) or any(databases.to_lock(files)) or not host_memory.may_restore_ahead(image):
+        return None
+    if any(of_process.get("watches") for of_process in manifest.notes.values()):  # they would see what is written now
+        return None
+    lease = image.lease()
+    try:
+        verification = store.begin_check(image)
+        ahead = ProcessesAhead(lease, verification, restore, is_still_true)
+        own = kernel.home.own_sockets
+        twice = [each for each in exclusive.find(directory, own, manifest.notes) if each.kind != "connection"]
+        if not (twice or images.ghost_names(directory)) and is_still_true():
+            return ahead
+        verification.cancel(wait_for_end=True)
+    except BaseException:
+        lease.release()
+        raise
+    lease.release()
+    return None
 
 
 def _make_directories_of_sockets(manifest: Manifest) -> None:
@@ -291,39 +394,48 @@ def _begin_read(attempt: Attempt, capsule: Capsule, files: Readable) -> None:
 
 
 @contextlib.contextmanager
-def _criu_directory(attempt: Attempt, directory: Path) -> Iterator[Path]:
-    """Yield CRIU's files, or a view of them: of a branch, or where changed files are accepted or processes share pages.
+def _view(
+    kernel: KernelState,
+    manifest: Manifest,
+    directory: Path,
+    capsule: Capsule,
+    changed: Collection[str],
+    again: bool,
+    separates: bool,
+) -> Iterator[tuple[Path, list[Exclusive]]]:
+    """Yield CRIU's files, or a view of them, and the state that the processes get otherwise.
 
-    A wake that failed is tried again with CRIU's own tables of mappings: processes rather share less than never wake.
+    A view where there are ``changed`` files, processes share pages, or it ``separates`` what cannot exist twice.  A
+    wake that failed is tried ``again`` with CRIU's own tables of mappings: processes rather share less than never wake.
     """
-    references, home = shared_pages.references(directory), attempt.kernel.home
-    aligned, runtime_dir = vmas.AS_DUMPED if attempt.again else vmas.aligned(directory), home.runtime_dir
-    assert attempt.kernel.image is not None
-    is_branch = bool(attempt.kernel.image.manifest.branched_from)
-    if not (attempt.changed_files or references or aligned.records or is_branch):
-        yield directory
+    references, home = shared_pages.references(directory), kernel.home
+    aligned = vmas.AS_DUMPED if again else vmas.aligned(directory)
+    if not (changed or references or aligned.records or separates):
+        yield directory, []
         return
     with contextlib.ExitStack() as stack:
+        separated: list[Exclusive] = []
         try:
-            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="view-", dir=runtime_dir))
-            view = images.view(directory, Path(temporary) / layout.CRIU, attempt.changed_files)
+            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="view-", dir=capsule.directory))
+            view = images.view(directory, Path(temporary) / layout.CRIU, changed)
             shared_pages.add_parents(directory, view, references, aligned.whole)
             vmas.replace(view, aligned.records)
-            if is_branch:
+            if separates:
                 moved = f"{home.inner_dir}/{MOVED}"
-                notes = attempt.kernel.image.manifest.notes
-                attempt.separated = exclusive.separate(
-                    directory, view, home.own_sockets, exclusive.free_port, moved, notes
+                separated = exclusive.separate(
+                    directory, view, home.own_sockets, exclusive.free_port, moved, manifest.notes
                 )
         except OSError as error:
-            raise RuntimeDirectory(f"{runtime_dir} cannot be written: {error.strerror}.") from error
-        yield view
+            raise RuntimeDirectory(f"{capsule.directory} cannot be written: {error.strerror}.") from error
+        yield view, separated
 
 
 def _require_verified(attempt: Attempt) -> None:
     """Wait until the image is verified, but for device memory: before that no restored process may run."""
     assert attempt.verification is not None
-    if not attempt.verification.wait():
+    with attempt.traced.part("verify"):
+        verified = attempt.verification.wait()
+    if not verified:
         attempt.kernel.cancellation.check(Reason.NONE)
 
 

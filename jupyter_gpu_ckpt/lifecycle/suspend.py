@@ -20,13 +20,15 @@ from ..errors import GpuCkptError
 from ..image import chunk_cache
 from ..image.background_task import beside
 from ..process import descriptors
-from . import cuda_processes, host_copies, host_memory, preflight
+from . import cuda_processes, host_copies, host_memory, preflight, restore
 from .context import Attempt, KernelState, PartlyDone, Saved
 from .plans import State
 from .preflight import PreflightFinding
 
 #: Parts of a quiesce that the agent measures.
 _PARTS = ("flush", "gc", "trim", "files", "report")
+#: Seconds to wait for the agent before a save; a kernel may be busy, or its agent of an older release.
+_COLLECT = 2.0
 #: Times that a running kernel is inspected for state that cannot be saved, and seconds between them.
 _INSPECTIONS, _PAUSE = 3, 0.1
 #: The launch gate stays closed without a suspended process for this many times the seconds of a lock.
@@ -226,6 +228,19 @@ def check(attempt: Attempt) -> None:
     if writes:
         kernel.engine.store.prepare()
     preflight.require(findings(kernel, writes=writes))
+    if attempt.continues:
+        _collect_garbage(attempt)
+
+
+def _collect_garbage(attempt: Attempt) -> None:
+    """Have the agent collect garbage while the kernel is still served, which is not to wait for that during a save.
+
+    Where that could be device memory: else a quiesce does not take long.  A kernel that is busy does it when it is not.
+    """
+    kernel = attempt.kernel
+    if kernel.home.has_agent and kernel.require_capsule().host_pid in cuda_processes.candidates(kernel):
+        with attempt.traced.part("gc"), contextlib.suppress(GpuCkptError):
+            kernel.gate.request("gpu_ckpt_collect_request", {}, _COLLECT)
 
 
 def drain(attempt: Attempt) -> None:
@@ -243,13 +258,15 @@ def drain(attempt: Attempt) -> None:
 def quiesce(attempt: Attempt) -> None:
     """Have the agent prepare the kernel for a dump; refuse a kernel by its report."""
     kernel, writes = attempt.kernel, attempt.goal is State.CHECKPOINTED
+    if attempt.next_image is not None and host_memory.may_go_back_before_suspend(kernel, attempt.next_image):
+        restore.begin_to_go_back(kernel, attempt.next_image)
     if not kernel.saved.cuda:
         kernel.saved, kernel.refusal = Saved(), None
     if not kernel.home.has_agent:
         return
     # Off the GPU, what frees device memory would wait for it.
     content = {"trim": not kernel.saved.cuda, "files": True, "summary": attempt.save_point is not None}
-    content["writes"] = attempt.goal is not State.SUSPENDED
+    content |= {"writes": attempt.goal is not State.SUSPENDED, "goes_back": attempt.next_image is not None}
     report = request_agent(kernel, "quiesce", content).get("report", {})
     attempt.traced.bytes = report.get("trimmed_bytes")
     if isinstance(seconds := report.pop("seconds", None), dict):

@@ -109,6 +109,34 @@ def test_a_suspend_waits_for_old_garbage_only_if_the_kernel_has_not_been_in_use(
     assert kernel.run("print(w() is None)") == "True"
 
 
+def test_the_way_back_from_a_state_that_was_just_in_use_does_not_wait_for_its_old_garbage(
+    start: Callable[..., Any],
+) -> None:
+    kernel = start()
+    kernel.run(
+        "import gc, weakref; gc.disable()\nclass C: pass\nx = C(); x.x = x; w = weakref.ref(x); gc.collect(); del x"
+    )
+    kernel.report("quiesce", {"trim": True, "files": False, "writes": True, "goes_back": True})
+    assert kernel.run("print(w() is None)") == "False"
+    kernel.report("quiesce", {"trim": True, "files": False, "writes": True, "goes_back": False})
+    assert kernel.run("print(w() is None)") == "True"
+
+
+def test_garbage_that_was_collected_a_moment_ago_is_not_looked_for_again(start: Callable[..., Any]) -> None:
+    kernel = start()
+    made = "import gc, weakref; gc.disable()\nclass C: pass\nx = C(); x.x = x; w = weakref.ref(x); gc.collect(); del x"
+    kernel.run(made)
+    assert kernel.report("collect", {}) == {"probe_errors": []}
+    assert kernel.run("print(w() is None)") == "True"
+    kernel.run(made)
+    kernel.report("quiesce", {"trim": True, "files": False})
+    assert kernel.run("print(w() is None)") == "False"
+    module = "import sys; sys.modules[type(get_ipython()._jupyter_gpu_ckpt_agent).__module__]"
+    kernel.run(f"{module}._JUST_COLLECTED_S = 0.0")
+    kernel.report("quiesce", {"trim": True, "files": False})
+    assert kernel.run("print(w() is None)") == "True"
+
+
 def test_output_of_forked_children_comes_on_the_same_port(start: Callable[..., Any]) -> None:
     kernel = start()
     kernel.report("quiesce")

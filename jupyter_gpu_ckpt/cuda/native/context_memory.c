@@ -10,6 +10,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "slices.h"
+
 #define PAGE ((size_t)4096)
 /* Shorter runs of zeros stay: each is a call, and may split a huge page. */
 #define SHORTEST ((size_t)64 << 10)
@@ -104,7 +106,7 @@ void context_memory_drop_zeros(void)
         char *memory = atomic_load(&noted[at].memory);
         size_t bytes = (atomic_load(&noted[at].bytes) + PAGE - 1) / PAGE * PAGE; /* Linux maps whole pages */
         if (bytes != 0 && is_still_mapped((uintptr_t)memory, (uintptr_t)memory + bytes))
-            drop_zeros(memory, bytes);
+            in_slices(memory, bytes, drop_zeros);
     }
     context_memory_forget();
 }

@@ -7,6 +7,9 @@ that suspends is given the library's numbers.
 from __future__ import annotations
 
 import glob
+import shutil
+import tempfile
+import weakref
 from pathlib import Path
 
 from fast_program import MIB, Program
@@ -47,7 +50,9 @@ class FastKernel:
         **settings,
     ) -> None:
         self.driver, self.gate = driver or FakeDriver({A: 100 * MIB}), GateDouble()
-        self.program = Program(base, programs.library if preload else None, doubles)
+        files = Path(tempfile.mkdtemp(prefix="gc-"))  # a capsule to go back in has another directory than the last one
+        weakref.finalize(self, shutil.rmtree, files, ignore_errors=True)
+        self.program = Program(base, programs.library if preload else None, doubles, files=files)
         gpus = FakeGpus(self.driver, directory / "locks")
         self.store = store = store or Store(directory / "images")
         engine = Engine(Criu(criu_binary.argv), dotted(criu_binary.version), FakeCuda(self.driver), gpus, store)

@@ -61,12 +61,22 @@ while True:
 
 
 class Program:
-    """The program, to be run in a capsule whose directory is ``directory``; without a library if that is None."""
+    """The program, to be run in a capsule whose directory is ``directory``; without a library if that is None.
 
-    def __init__(self, directory: Path, library: Path | None, doubles: Path, sizes: tuple[int, ...] = SIZES) -> None:
-        self.directory = directory
-        (directory / "program.py").write_text(_SOURCE)
-        self.argv = [sys.executable, str(directory / "program.py"), repr(sizes)]
+    ``files``: the directory of the files by which it is asked, by default the same.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        library: Path | None,
+        doubles: Path,
+        sizes: tuple[int, ...] = SIZES,
+        files: Path | None = None,
+    ) -> None:
+        self.directory = files or directory
+        (self.directory / "program.py").write_text(_SOURCE)
+        self.argv = [sys.executable, str(self.directory / "program.py"), repr(sizes)]
         self.env = {**os.environ, "LD_LIBRARY_PATH": str(doubles)}
         if library is not None:
             path = str(directory / fastpath.SOCKET)

@@ -145,7 +145,7 @@ def test_a_child_that_is_killed_at_any_step_makes_neither_a_failure_nor_a_loss(f
     for step in ("close 0", "copy_out", "free", "swap_in", "cuda.unlock", "cuda.checkpoint", "cuda.restore"):
         assert {f"before {step}", f"after {step}"} <= {*killer.events}
     family.lifecycle.suspend()
-    assert {path.name for path in family.program.directory.glob("kernel-fast-*")} == {other.path()._socket()}
+    assert {path.name for path in family.lifecycle.home.runtime_dir.glob("kernel-fast-*")} == {other.path()._socket()}
     family.lifecycle.resume()
 
 
@@ -201,7 +201,10 @@ def without(family: Family, programs, tmp_path) -> dict[str, str]:
 def other_release(family: Family, programs, tmp_path) -> dict[str, str]:
     make = functools.partial(build_library, flags=("-O2", "-DCONTROL_VERSION=99"))
     library = built(make, "other-release") / "_fastpath.so"
-    return {"LD_PRELOAD": str(library), fastpath.CHILDREN_VARIABLE: str(family.program.directory / fastpath.SOCKET)}
+    return {
+        "LD_PRELOAD": str(library),
+        fastpath.CHILDREN_VARIABLE: str(family.lifecycle.home.runtime_dir / fastpath.SOCKET),
+    }
 
 
 @pytest.mark.parametrize("environment", [without, other_release])

@@ -138,6 +138,24 @@ def test_the_kernel_is_back_before_the_disk_has_its_state_from_before(kernel, he
     goes_there(kernel, back.present)
 
 
+def test_the_save_point_s_processes_and_its_device_memory_are_there_when_the_present_state_ends(kernel):
+    seen = []
+
+    def inspect(event) -> None:
+        ahead = kernel.lifecycle.kernel.ahead
+        if (event.kind, event.step) == ("started", "end_process"):
+            until(lambda: ahead.restored, "the processes are restored")
+            assert ahead.reading.wait()
+            seen.append(ahead._capsule)
+            assert kernel.path().host_memory_bytes() >= kernel.blocks, "the present state is there as well"
+
+    kernel.lifecycle.trace.faults.append(inspect)
+    kernel.lifecycle.back("point")
+    assert seen == [kernel.lifecycle.capsule]
+    kernel.runs_on()
+    assert has(kernel, THEN)
+
+
 @pytest.mark.parametrize(
     "why", ["memory is short", "the disk is small", "it is encrypted", "no process can be started"]
 )
@@ -231,19 +249,19 @@ def test_the_next_process_continues_where_one_was_killed(kernel, tmp_path, monke
 
 
 def test_a_restore_that_fails_waits_for_the_present_state_and_wakes_it(kernel, monkeypatch):
-    restore, tries = Criu.restore, []
+    restore, tries = Criu.restore_stopped, []
 
     def fails(self, *arguments, **options):
         tries.append(presents(kernel))
-        if len(tries) <= 2:  # it is tried twice
+        if len(tries) <= 3:  # it is tried beside the present state, and twice when that has ended
             raise CriuError("It failed.")
         return restore(self, *arguments, **options)
 
-    monkeypatch.setattr(Criu, "restore", fails)
+    monkeypatch.setattr(Criu, "restore_stopped", fails)
     with pytest.raises(CriuError) as failed:
         kernel.lifecycle.back("point")
     assert failed.value.left == "the kernel runs on"
-    assert [len(each) for each in tries] == [0, 0, 1]
+    assert [len(each) for each in tries] == [0, 0, 0, 1]
     kernel.driver.processes[kernel.pid] = kernel.fake
     assert has(kernel, NOW)
     back_beside_its_state(kernel)
@@ -307,15 +325,15 @@ def test_a_disk_that_is_full_as_the_restore_fails(disk, kernel, monkeypatch):
     """The kernel sleeps in what has no space yet, and wakes when it has: each wake tries again."""
     monkeypatch.setattr(completion, "PATIENCE", 1.0)
     becomes_full(kernel, disk, "end_process", kernel.blocks // 2)
-    restore = Criu.restore
-    monkeypatch.setattr(Criu, "restore", fails)
+    restore = Criu.restore_stopped
+    monkeypatch.setattr(Criu, "restore_stopped", fails)
     with pytest.raises(CriuError):
         kernel.lifecycle.back("point")
     assert kernel.lifecycle.state is State.CHECKPOINTED
     with pytest.raises(NoSpace):
         kernel.lifecycle.wake()
     assert kernel.lifecycle.state is State.CHECKPOINTED
-    monkeypatch.setattr(Criu, "restore", restore)
+    monkeypatch.setattr(Criu, "restore_stopped", restore)
     disk(1 << 30)
     kernel.lifecycle.wake()
     assert has(kernel, NOW)
@@ -328,7 +346,7 @@ def test_a_disk_that_is_full_as_the_restore_fails(disk, kernel, monkeypatch):
 def test_a_server_that_ends_while_the_disk_is_full(disk, kernel, monkeypatch, ends):
     monkeypatch.setattr(completion, "PATIENCE", 0.5)
     becomes_full(kernel, disk, "end_process", kernel.blocks // 2)
-    monkeypatch.setattr(Criu, "restore", fails)
+    monkeypatch.setattr(Criu, "restore_stopped", fails)
     with pytest.raises(CriuError):
         kernel.lifecycle.back("point")
     getattr(kernel.lifecycle, ends)()
@@ -396,11 +414,14 @@ def test_a_kernel_that_is_ended_meanwhile_leaves_its_state_from_before(kernel, h
 
 #: What a server is about to do when it is killed, and whether the kernel has its present state afterwards.
 MOMENTS = {
+    "make the other capsule": (Capsule, "create", 0, True),
+    "have CRIU restore": (Criu, "restore_stopped", 0, True),
     "have CRIU dump": (Criu, "dump", 0, True),
     "hand the draft over": (Completion, "hand_over", 0, True),
     "end the old process": (Capsule, "close", 0, True),
     "withdraw its claim": (Completion, "withdraw_claim", 0, True),
-    "have CRIU restore": (Criu, "restore", 0, True),
+    "let the restored processes run": (Criu, "run_restored", 0, True),
+    "link to the other capsule": (Capsule, "replace_other", 0, True),
     "claim both images": (Completion, "claim", 0, True),
     "have device memory written": (Completion, "begin", 0, None),
     "wait for that": (Completion, "wait", 0, False),
@@ -440,6 +461,8 @@ def test_a_server_that_is_killed_leaves_the_present_state_or_the_other(fast_kern
     assert has(kernel, THEN)
     [*_, present] = presents(kernel)
     goes_there(kernel, present)
+    directory = kernel.lifecycle.home.runtime_dir
+    assert [*directory.parent.glob(f"{directory.name}.*")] == [kernel.lifecycle.capsule.directory]
 
 
 def came_back(kernel: FastKernel) -> bool:

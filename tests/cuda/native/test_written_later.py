@@ -17,7 +17,7 @@ from waiting import until
 
 from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.cuda import fastpath
-from jupyter_gpu_ckpt.errors import CriuError, GpuCkptError, KernelLost, NoMemory, NoSpace
+from jupyter_gpu_ckpt.errors import CriuError, GpuCkptError, KernelLost, KernelSilent, NoMemory, NoSpace
 from jupyter_gpu_ckpt.files import direct_io
 from jupyter_gpu_ckpt.image import device_memory, verify
 from jupyter_gpu_ckpt.image.draft import Draft
@@ -104,6 +104,22 @@ def change(kernel: FastKernel, value: int) -> None:
 
 def has(kernel: FastKernel, value: int) -> bool:
     return kernel.program.ask(f"ctypes.string_at({AT}, {SIZE}) == bytes([{value}]) * {SIZE}") is True
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_garbage_is_collected_before_a_save_pauses_the_kernel(kernel, answers):
+    """And a kernel that does not do so in time is saved all the same; a checkpoint has no pause."""
+    if not answers:
+        kernel.gate.fails["gpu_ckpt_collect_request"] = KernelSilent("It is busy.")
+    kernel.gate.calls.clear()
+    kernel.store.check(kernel.lifecycle.save(SavePoint("point")))
+    calls = kernel.gate.calls
+    order = ["gpu_ckpt_collect_request", "drain", "gpu_ckpt_quiesce_request"]
+    assert [call for call in calls if call in order] == order
+    kernel.runs_on()
+    calls.clear()
+    kernel.lifecycle.checkpoint()
+    assert "gpu_ckpt_collect_request" not in calls
 
 
 @pytest.mark.parametrize("host_copy_bytes", [0, 1 << 30])

@@ -187,7 +187,9 @@ def put_files_back(image: Image, paths: Iterable[str], files: Readable, present:
             kept_files.put_back(path, kept[path], directory)
         except OSError as error:
             folder = Path(path).parent
-            hint = None if folder.is_dir() else f"Make the directory {folder} again, and try again."
+            hint = f"Allow new files in {folder}, or go back with the file as it is now (`--files now`)."
+            if not folder.is_dir():
+                hint = f"Make the directory {folder} again, and try again."
             raise MissingFile(f"{path} cannot be put back: {error.strerror}.", hint=hint, culprit=path) from error
 
 

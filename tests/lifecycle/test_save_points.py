@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import select
@@ -25,7 +26,7 @@ from jupyter_gpu_ckpt.errors import (
     SavePointNotFound,
     StateError,
 )
-from jupyter_gpu_ckpt.image import layout, save_point, shared_chunks
+from jupyter_gpu_ckpt.image import kept_files, layout, save_point, shared_chunks
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.lifecycle import going_back
 from jupyter_gpu_ckpt.lifecycle.capsule_ahead import CapsuleAhead
@@ -280,6 +281,23 @@ async def test_a_file_whose_directory_has_gone_comes_back_with_its_attributes_on
     (tmp_path / "day").mkdir()
     await kernel.provisioner.back("one", "then")
     assert await kernel.run("print(os.getxattr(log.fileno(), 'user.origin'), open('day/log').read())") == "b'then' then"
+
+
+async def test_a_file_that_cannot_be_put_back_leaves_the_present_state_and_says_what_to_do(
+    kernel, tmp_path, monkeypatch
+):
+    await kernel.run("log = open('log', 'w'); log.write('then'); log.flush(); x = 40")
+    await kernel.provisioner.save("one")
+    await kernel.run("log.write(' and now'); log.flush(); x = 41")
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(kept_files, "put_back", read_only)
+    with pytest.raises(MissingFile, match="Read-only file system") as caught:
+        await kernel.provisioner.back("one", "then")
+    assert caught.value.hint == f"Allow new files in {tmp_path}, or go back with the file as it is now (`--files now`)."
+    assert await kernel.run("print(x, log.tell())") == "41 12"
 
 
 MAPPED = """

@@ -436,6 +436,7 @@ def test_a_server_that_is_killed_leaves_the_present_state_or_the_other(fast_kern
     kernel.lifecycle.capsule.outlive()
     at_a_point(kernel)
     owner, name, calls, is_now = MOMENTS[moment]
+    kernel.store.hashes.settle()  # the other process would wait for a thread of this one
     server = os.fork()
     if server == 0:
         monkeypatch.setattr(verify, "_hashing_threads", lambda: 1)  # the parent's threads are not here

@@ -7,7 +7,10 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a capsule's init imports this module, and every wake waits for that
+    from pathlib import Path
 
 #: <linux/fs.h>
 _FICLONE = 0x40049409

@@ -45,14 +45,15 @@ def c_programs(tmp_path_factory, doubles) -> Path:
 
 
 @pytest.fixture
-def run(doubles: Path, runtime_base: Path) -> Run:
+def run(doubles: Path, runtime_base: Path, programs) -> Run:
     def started(preload: Sequence[object], *command: object, **variables: object) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "LD_LIBRARY_PATH": str(doubles)} | {
             name: str(value) for name, value in variables.items()
         }
         if preload:
-            environment[SOCKET_VARIABLE] = str(runtime_base / "fast")
             environment["LD_PRELOAD"] = ":".join(map(str, preload))
+        if programs.library in preload:
+            environment[SOCKET_VARIABLE] = str(runtime_base / "fast")
         return subprocess.run(
             list(map(str, command)), env=environment, capture_output=True, text=True, timeout=120, input=""
         )

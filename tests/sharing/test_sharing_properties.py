@@ -17,6 +17,8 @@ from shared_gpus import ALIVE, Ran, SharedGpus
 from jupyter_gpu_ckpt.sharing.participant import Participant, Residence
 from jupyter_gpu_ckpt.sharing.policy import ALONE_S, SILENT_S, Decisions, NodeSnapshot, Rules, decide, silent
 
+pytestmark = pytest.mark.slow
+
 TOTAL = 100
 RULES = Rules()
 PROPERTY = settings(max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])

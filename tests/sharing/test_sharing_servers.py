@@ -29,6 +29,8 @@ from jupyter_gpu_ckpt.sharing.exchange import Exchange, Member
 from jupyter_gpu_ckpt.sharing.participant import Residence
 from jupyter_gpu_ckpt.sharing.policy import HEARTBEAT_S
 
+pytestmark = pytest.mark.slow
+
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
 MOVING = (Residence.ARRIVING, Residence.LEAVING)
 #: Seconds: several times those of `SILENT_S`, and of a server that looks, claims and moves on a busy machine.

@@ -69,11 +69,12 @@ R = Language(
     work="cat('begun'); flush.console(); for (i in 1:600) Sys.sleep(0.1)",
     ask="cat('hello', readline('name? '))",
 )
+# "begun" comes from the terminal's foreground job: bash by itself misses an interrupt that comes while it starts one.
 BASH = Language(
     begin="x=0",
     count="x=$((x + 1)); echo $x",
     plot=f"echo {PIXEL} | base64 -d | display",
-    work="echo begun; sleep 60",
+    work="sh -c 'echo begun; exec sleep 60'",
     ask=None,
 )
 

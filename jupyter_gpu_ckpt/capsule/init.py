@@ -1,8 +1,9 @@
-"""PID 1 of a capsule: makes the namespaces, starts the kernel and CRIU, reaps, forwards the kernel's raw output.
+"""PID 1 of a capsule: starts the kernel and CRIU, reaps, forwards the kernel's raw output.
 
-Run by `capsule.Capsule` (``python -I -S run_init.py '<json>'``); never imported by the server.  It uses the
-standard library only and opens nothing it does not need: whatever the kernel inherits from here must be restorable.
-A wake waits for its imports, so they are few: no dataclasses, which import ``inspect``.
+`start` runs it; it is never imported by the server.  It uses the standard library only and opens nothing it does not
+need: whatever the kernel inherits from here must be restorable.  A wake waits for its imports, so they are few: no
+dataclasses, which import ``inspect``; and what no wake needs before CRIU has begun is imported where it is needed
+(`_import_rest`).
 
 The owner sends requests over a SEQPACKET unix socket, and the init answers them in order.  `Init.REQUESTS` has their
 verbs, `protocol` the form of the packets.
@@ -30,7 +31,7 @@ from typing import Any, ClassVar
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule import namespaces
 from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard, DispatchesCalls, DoesNotStop, unguard
-from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, SOCKET, VERSION
+from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, VERSION
 from jupyter_gpu_ckpt.capsule.root_process import fork_below, root_of
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
 from jupyter_gpu_ckpt.capsule.subreaper import Subreaper
@@ -39,16 +40,13 @@ from jupyter_gpu_ckpt.process import (
     device_files,
     file_locks,
     inherited_filters,
-    inventory,
-    reapply,
     shared_memory,
-    sqlite_wal,
     syscalls,
 )
 from jupyter_gpu_ckpt.process.connections import UnsavableConnection
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.preparation import Preparation, complete_restore
-from jupyter_gpu_ckpt.process.ptrace import IS_KNOWN, STOP_TIMEOUT, release_late
+from jupyter_gpu_ckpt.process.ptrace import STOP_TIMEOUT, release_late
 from jupyter_gpu_ckpt.process.shared_memory import SharedMemory, UnsavableSharedMemory
 from jupyter_gpu_ckpt.process.terminals import UnsavableTerminal
 from jupyter_gpu_ckpt.process.watched_files import UnsavableWatch, WatchedFiles
@@ -557,6 +555,7 @@ class Init:
             raise
         self.imaged = True
         self.job = RunningProgram(pid, self.number, timeout, grace, output, terminals, guard, subreaper, restores)
+        _import_rest()
 
     def guard(self) -> CriuGuard:
         """Stop the kernel's tree of processes for a dump."""
@@ -642,6 +641,8 @@ class Init:
 
     def own_mounts(self) -> list[procfs.Mount]:
         """Return the kernel's own mounts; an ordinary user's kernel cannot mount."""
+        from jupyter_gpu_ckpt.process import inventory
+
         if self.rootless:
             return []
         with open(self.host_mounts, errors="surrogateescape", closefd=False) as file:
@@ -659,6 +660,8 @@ class Init:
 
     def inspect(self, allow_unconfined: bool) -> None:
         """Answer with a descriptor of a file that has `inventory.Found` of the kernel's processes as JSON."""
+        from jupyter_gpu_ckpt.process import inventory
+
         if not self.kernel:
             raise RuntimeError("this capsule has no kernel")
         stopped = self.stopped is not None
@@ -676,6 +679,8 @@ class Init:
             self.answer({}, file.fileno())
 
     def reapply(self, notes: dict[str, Any]) -> dict[str, Any]:
+        from jupyter_gpu_ckpt.process import reapply
+
         vital, failed = reapply.reapply(notes)
         locks = file_locks.reapply(notes)  # last: until then descriptors are closed
         self.stay_stopped = {int(pid) for pid, of_process in notes.items() if of_process.get("stopped")}
@@ -683,6 +688,8 @@ class Init:
 
     def lock_databases(self, databases: list[dict[str, Any]]) -> dict[str, Any]:
         """Lock databases (`sqlite_wal.lock_database`) until the kernel has its locks; answer which failed, and why."""
+        from jupyter_gpu_ckpt.process import sqlite_wal
+
         self.close_databases()
         try:
             self.database_fds = sqlite_wal.lock_databases(databases)
@@ -832,75 +839,13 @@ class Init:
             os._exit(127)
 
 
+def _import_rest() -> None:
+    """Import what requests import where they need it, while CRIU runs: the next one need not wait for that."""
+    from jupyter_gpu_ckpt.process import inventory, reapply, sqlite_wal  # noqa: F401
+
+
 def _is_ready(descriptor: int) -> bool:
     """Return whether a descriptor can be read.  Not ``select``, which takes none above 1023."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def close_inherited(keep: int) -> None:
-    """Close all inherited descriptors but 0-2 and ``keep``: no other of the owner's may enter the capsule."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) != keep:
-            with contextlib.suppress(OSError):
-                os.close(int(name))
-
-
-def main(argument: str) -> int:
-    """Make the capsule and serve it; the descriptor ``report`` gets the outcome as one JSON object."""
-    options = json.loads(argument)
-    report = options["report"]
-    close_inherited(report)
-    os.set_inheritable(report, False)
-    rootless = os.geteuid() != 0
-    at = "namespaces"
-    try:
-        if not IS_KNOWN:
-            raise OSError(errno.ENOTSUP, f"{os.uname().machine} is not supported")
-        directory = os.open(options["directory"], os.O_DIRECTORY | os.O_CLOEXEC)
-        host_mounts = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
-        namespaces.enter_namespaces(rootless, options["monotonic_ns"], options["boottime_ns"])
-        pid = os.fork()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        if pid:
-            for fd in (directory, host_mounts, report):
-                os.close(fd)
-            return wait_for_init(pid)
-        at = "init"
-        os.setsid()
-        syscalls.set_name("gpu-ckpt-init")
-        namespaces.mount_proc()
-        with contextlib.suppress(OSError):
-            namespaces.mount_terminals(rootless)
-        if paths := [path for path in (options.get("known_as"), options.get("sockets")) if path]:
-            at = "directory"
-            # Opened again: the source of a bind mount must be in this mount namespace.
-            reopened = os.open(options["directory"], os.O_DIRECTORY | os.O_CLOEXEC)
-            for path in paths:
-                namespaces.mount_under_old_path(reopened, path)
-            os.close(reopened)
-        # Through the directory's descriptor: the path of a unix socket may have 107 bytes, ours may be longer.
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(f"/proc/self/fd/{directory}/{SOCKET}")
-        listener.listen(4)
-        os.close(directory)
-        os.chdir("/")
-        init = Init(listener, rootless, options.get("known_as") or options["directory"], host_mounts)
-    except OSError as error:
-        os.write(report, json.dumps({"error": str(error), "errno": error.errno, "at": at}).encode())
-        return 1
-    os.write(report, b"{}")
-    os.close(report)
-    return init.serve()
-
-
-def wait_for_init(pid: int) -> int:
-    """Wait for PID 1, in the outer process, which the owner waits for in turn.  Return its exit status."""
-    null = os.open("/dev/null", os.O_RDWR)
-    for number in (0, 1, 2):
-        os.dup2(null, number)
-    syscalls.set_name("gpu-ckpt-outer")
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status) & 0xFF

@@ -1,4 +1,4 @@
-"""Runs `init.main`; a script of its own, because Python keeps the compiled code of modules, and not of scripts."""
+"""Runs `start.main`; a script of its own, because Python keeps the compiled code of modules, and not of scripts."""
 
 import gc
 import os
@@ -7,10 +7,7 @@ import sys
 gc.disable()  # what is imported stays: a wake need not wait while it is looked through for garbage, now or later
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from jupyter_gpu_ckpt.capsule.init import main  # noqa: E402 - found by the line before
-
-gc.freeze()
-gc.enable()
+from jupyter_gpu_ckpt.capsule.start import main  # noqa: E402 - found by the line before
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1]))

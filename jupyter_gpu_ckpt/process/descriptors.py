@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 
 from .. import procfs
-from ..errors import LimitReached
 
 #: Descriptors that a kernel takes to accept the gate's connections, and a few for itself.
 NEEDED = 8
@@ -50,6 +49,8 @@ def headroom(pid: int, wait_s: float) -> Iterator[None]:
     Where it has few its soft limit is raised meanwhile.  Raises `LimitReached`, before the body is run, if it cannot be
     and the process does not close files within ``wait_s`` seconds.
     """
+    from ..errors import LimitReached  # here: a capsule's init, which a wake waits for, does without
+
     deadline = time.monotonic() + wait_s
     with contextlib.ExitStack() as raised:
         try:

@@ -19,6 +19,7 @@ from harness import alive
 from sleepers import ENV, sleeper, status_of
 from waiting import until
 
+import jupyter_gpu_ckpt
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule import capsule as under_test
 from jupyter_gpu_ckpt.capsule.capsule import Capsule, first_pid
@@ -532,3 +533,21 @@ def test_a_lock_it_holds_ends_with_it_and_with_nothing_else(capsule, tmp_path):
     capsule.close()
     assert not held(tmp_path / "two")
     assert not held(tmp_path / "three")
+
+
+@pytest.mark.parametrize(
+    ("module", "not_yet"),
+    [
+        ("start", ("capsule.init",)),
+        ("init", ("process.inventory", "process.reapply", "process.sqlite_wal", "errors")),
+    ],
+)
+def test_a_wake_waits_for_no_module_that_it_needs_later(module, not_yet):
+    """A capsule reports before its init is imported, and starts CRIU before what only other requests need."""
+    code = f"import jupyter_gpu_ckpt.capsule.{module}, sys; print(*sys.modules)"
+    path = Path(jupyter_gpu_ckpt.__file__).parent.parent
+    program = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(path)!r}); {code}"]
+    imported = subprocess.run(program, capture_output=True, text=True, check=True).stdout.split()
+    assert f"jupyter_gpu_ckpt.capsule.{module}" in imported
+    ours = {f"jupyter_gpu_ckpt.{name}" for name in not_yet}
+    assert not {*ours, "dataclasses", "inspect", "hashlib", "pathlib"}.intersection(imported)

@@ -24,6 +24,7 @@ from typing import Any
 from .. import procfs
 from ..criu import images
 from ..node.facts import identity
+from ..process import file_facts
 from .manifest import Manifest
 
 _DELETED = " (deleted)"
@@ -246,7 +247,7 @@ def _deleted_files(pid: int) -> dict[Path, set[int]]:
     for number, target in procfs.links(pid):
         if target.endswith(_DELETED):
             with contextlib.suppress(OSError):
-                files.append((target, os.stat(f"/proc/{pid}/fd/{number}").st_ino))
+                files.append((target, file_facts.identity(f"/proc/{pid}/fd/{number}")[2]))
     for path, inode in files:
         if was := procfs.path_of_deleted(path, inode):
             found.setdefault(Path(was).parent, set()).add(inode)

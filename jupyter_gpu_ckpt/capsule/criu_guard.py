@@ -34,6 +34,7 @@ from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.ptrace import ALL_BUT_SIGTRAP, MACHINE, NT_PRSTATUS, STOP_TIMEOUT, Tracee
 from jupyter_gpu_ckpt.process.syscalls import NUMBERS
+from jupyter_gpu_ckpt.process.unsavable import Unsavable
 from jupyter_gpu_ckpt.procfs import MemoryMapping
 
 #: Handlers that stand for "was the default" and "was ignored".  No code can lie in the first page.
@@ -81,12 +82,16 @@ class _SavedProcess(NamedTuple):
     locks: list[Lock]
 
 
-class DoesNotStop(TimeoutError):
+class DoesNotStop(Unsavable, TimeoutError):
     """A process does not stop; ``strerror`` names it, and the reason if that is known."""
 
+    field = "does_not_stop"
 
-class DispatchesCalls(OSError):
+
+class DispatchesCalls(Unsavable):
     """A thread gets its system calls as signals, which CRIU does not save; ``strerror`` names its process."""
+
+    field = "dispatches_calls"
 
 
 def _does_not_stop(pid: int) -> DoesNotStop:

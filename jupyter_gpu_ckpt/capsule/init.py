@@ -2,8 +2,8 @@
 
 `start` runs it; it is never imported by the server.  It uses the standard library only and opens nothing it does not
 need: whatever the kernel inherits from here must be restorable.  A wake waits for its imports, so they are few: no
-dataclasses, which import ``inspect``; and what no wake needs before CRIU has begun is imported where it is needed
-(`_import_rest`).
+dataclasses, which import ``inspect``; and what a wake does not need before CRIU has begun is imported where it is
+needed (`_import_rest`).
 
 The owner sends requests over a SEQPACKET unix socket, and the init answers them in order.  `Init.REQUESTS` has their
 verbs, `protocol` the form of the packets.
@@ -26,30 +26,24 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule import namespaces
-from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard, DispatchesCalls, DoesNotStop, unguard
 from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, VERSION
 from jupyter_gpu_ckpt.capsule.root_process import fork_below, root_of
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
 from jupyter_gpu_ckpt.capsule.subreaper import Subreaper
-from jupyter_gpu_ckpt.process import (
-    descriptors,
-    device_files,
-    file_locks,
-    inherited_filters,
-    shared_memory,
-    syscalls,
-)
-from jupyter_gpu_ckpt.process.connections import UnsavableConnection
-from jupyter_gpu_ckpt.process.freezer import FrozenThreads
-from jupyter_gpu_ckpt.process.preparation import Preparation, complete_restore
+from jupyter_gpu_ckpt.process import descriptors, device_files, inherited_filters, shared_memory, syscalls
 from jupyter_gpu_ckpt.process.ptrace import STOP_TIMEOUT, release_late
-from jupyter_gpu_ckpt.process.shared_memory import SharedMemory, UnsavableSharedMemory
-from jupyter_gpu_ckpt.process.terminals import UnsavableTerminal
-from jupyter_gpu_ckpt.process.watched_files import UnsavableWatch, WatchedFiles
+from jupyter_gpu_ckpt.process.shared_memory import SharedMemory
+from jupyter_gpu_ckpt.process.unsavable import Unsavable
+
+if TYPE_CHECKING:
+    from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard
+    from jupyter_gpu_ckpt.process.freezer import FrozenThreads
+    from jupyter_gpu_ckpt.process.preparation import Preparation
+    from jupyter_gpu_ckpt.process.watched_files import WatchedFiles
 
 #: Seconds that a capsule without an owner waits for one.
 OWNER_TIMEOUT = 15.0
@@ -62,15 +56,6 @@ CLEANUP_TIMEOUT = 2.0
 #: File systems that CRIU mounts for a moment, to try what Linux can (its kerndat.c).
 _CRIUS_MOUNT = re.compile(r"/\.criu\.[^/]+$")
 _TRACKER = re.compile(r"\b(resource|semaphore)_tracker\b")
-#: The field of the reply to `Init.run` that names state that a dump cannot save, by the class of its error.
-_UNSAVABLE: dict[type[OSError], str] = {
-    UnsavableTerminal: "unsupported_terminal",
-    UnsavableWatch: "unsupported_file",
-    UnsavableConnection: "unsavable_connection",
-    UnsavableSharedMemory: "deleted_mapping",
-    DoesNotStop: "does_not_stop",
-    DispatchesCalls: "dispatches_calls",
-}
 
 
 class RunningProgram:
@@ -150,7 +135,8 @@ class Init:
         self.preparation: Preparation | None = None
         #: Paths of device files that processes (by pid) have inherited, and are to lose at the next dump.
         self.inherited_files: dict[int, frozenset[str]] = {}
-        self.watched_files = WatchedFiles()
+        #: Found for the last dump; None before the first.
+        self.watched_files: WatchedFiles | None = None
         #: Restored processes that were stopped before their dump by somebody else.
         self.stay_stopped: set[int] = set()
         #: By process, threads that must not run while its device memory is copied, also without an owner; and while its
@@ -375,6 +361,8 @@ class Init:
         if code == 0 and job.subreaper is not None and (strays := job.subreaper.strays()):
             code = self.fail(job, f"processes {strays} have another parent than they had")
         if code == 0 and job.guard is None and job.terminals:
+            from jupyter_gpu_ckpt.process.preparation import complete_restore
+
             unrepaired = complete_restore(job.terminals)
         self.stopped = job.guard if code == 0 else None
         if self.owner is None:
@@ -403,6 +391,14 @@ class Init:
         with self.mounting():
             self.shared_memory.give_names(pids)
         self.shared_memory.save(pids, target)
+
+    def prepare(self, guard: CriuGuard, terminals: str) -> Preparation:
+        """Change what CRIU cannot save in stopped processes, until `undo_preparation`."""
+        from jupyter_gpu_ckpt.process.preparation import Preparation
+        from jupyter_gpu_ckpt.process.watched_files import WatchedFiles
+
+        self.watched_files = self.watched_files or WatchedFiles()
+        return Preparation(guard.pids, terminals, self.watched_files)
 
     def replace_inherited_files(self, guard: CriuGuard) -> None:
         """Replace the noted device files of stopped processes."""
@@ -478,8 +474,8 @@ class Init:
             for fd in fds:
                 if fd not in self.kept_fds:
                     os.close(fd)
-            if verb == "run" and isinstance(error, OSError) and (field := _UNSAVABLE.get(type(error))):
-                self.answer({field: error.strerror})
+            if verb == "run" and isinstance(error, Unsavable):
+                self.answer({error.field: error.strerror})
                 return
             self.answer({"error": f"{type(error).__name__}: {error}", "errno": getattr(error, "errno", None)})
 
@@ -505,6 +501,7 @@ class Init:
         self.kernel = self.fork(argv, env, cwd, fds, capable=False, root_program=root_program)
         self.watch_kernel()
         self.answer_kernel()
+        _import_rest()
 
     def run(
         self,
@@ -531,7 +528,7 @@ class Init:
                 if self.rootless:
                     self.save_shared_memory(guard.pids, os.path.dirname(terminals))
                     guard.settle(time.monotonic() + STOP_TIMEOUT)
-                self.preparation = Preparation(guard.pids, terminals, self.watched_files)
+                self.preparation = self.prepare(guard, terminals)
                 if self.preparation.has_injected:
                     guard.settle(time.monotonic() + STOP_TIMEOUT)
                 self.filters.hide(guard.pids)
@@ -559,6 +556,8 @@ class Init:
 
     def guard(self) -> CriuGuard:
         """Stop the kernel's tree of processes for a dump."""
+        from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard
+
         root, deadline = root_of(self.kernel), time.monotonic() + STOP_TIMEOUT
         return CriuGuard(root, deadline, self.frozen, kernel=self.kernel)
 
@@ -567,6 +566,8 @@ class Init:
 
         ``alone``: those of all processes but the kernel and its root process.
         """
+        from jupyter_gpu_ckpt.capsule.criu_guard import unguard
+
         os.kill(pid, 0)
         if pid != self.kernel:
             self.kernel, root = pid, root_of(pid)
@@ -609,6 +610,8 @@ class Init:
 
     def frozen_threads(self, pid: int) -> FrozenThreads:
         """The frozen threads of a process, of which there may be none yet."""
+        from jupyter_gpu_ckpt.process.freezer import FrozenThreads
+
         if pid not in self.frozen:
             self.frozen[pid] = FrozenThreads(pid)
         return self.frozen[pid]
@@ -679,7 +682,7 @@ class Init:
             self.answer({}, file.fileno())
 
     def reapply(self, notes: dict[str, Any]) -> dict[str, Any]:
-        from jupyter_gpu_ckpt.process import reapply
+        from jupyter_gpu_ckpt.process import file_locks, reapply
 
         vital, failed = reapply.reapply(notes)
         locks = file_locks.reapply(notes)  # last: until then descriptors are closed
@@ -840,8 +843,9 @@ class Init:
 
 
 def _import_rest() -> None:
-    """Import what requests import where they need it, while CRIU runs: the next one need not wait for that."""
-    from jupyter_gpu_ckpt.process import inventory, reapply, sqlite_wal  # noqa: F401
+    """Import what requests import where they need it, while the kernel starts or CRIU runs: none waits for it then."""
+    from jupyter_gpu_ckpt.capsule import criu_guard  # noqa: F401
+    from jupyter_gpu_ckpt.process import inventory, preparation, reapply, sqlite_wal  # noqa: F401
 
 
 def _is_ready(descriptor: int) -> bool:

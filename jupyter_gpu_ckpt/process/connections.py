@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import sockets, syscalls
+from jupyter_gpu_ckpt.process.unsavable import Unsavable
 
 #: The file of the saved connections in a dump, beside CRIU's own files.
 FILE = "connections.json"
@@ -59,8 +60,10 @@ Descriptor = tuple[int, int]
 Saved = dict[str, Any]
 
 
-class UnsavableConnection(OSError):
+class UnsavableConnection(Unsavable):
     """A connection of stopped processes cannot be saved; ``strerror`` names it and the reason."""
+
+    field = "unsavable_connection"
 
 
 def holders(pids: Iterable[int]) -> dict[str, Descriptor]:

@@ -30,6 +30,7 @@ from jupyter_gpu_ckpt.files import clone
 from jupyter_gpu_ckpt.process import file_facts, syscalls
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.ptrace import ProcessMemory
+from jupyter_gpu_ckpt.process.unsavable import Unsavable
 
 #: In a kernel's directory: where the named files are.
 DIRECTORY = "shared-memory"
@@ -77,8 +78,10 @@ _SPARSE = 16 << 20
 _LARGE = 256 << 20
 
 
-class UnsavableSharedMemory(OSError):
+class UnsavableSharedMemory(Unsavable):
     """A deleted file that stopped processes use cannot be given a name; ``strerror`` has it, and the reason."""
+
+    field = "deleted_mapping"
 
 
 class _Mapped(NamedTuple):

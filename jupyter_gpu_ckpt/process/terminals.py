@@ -31,6 +31,7 @@ from typing import Any
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import syscalls
+from jupyter_gpu_ckpt.process.unsavable import Unsavable
 
 #: The file of the drained data in a dump, beside CRIU's own files.
 FILE = "terminals.json"
@@ -153,8 +154,10 @@ class Content:
         return bool(self.lines or self.rest or self.output or self.closed or any(self.exclusive))
 
 
-class UnsavableTerminal(OSError):
+class UnsavableTerminal(Unsavable):
     """A terminal of stopped processes cannot be restored; ``strerror`` names the terminal and the reason."""
+
+    field = "unsupported_terminal"
 
 
 class _Waiter:

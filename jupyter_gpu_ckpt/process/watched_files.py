@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import file_facts, syscalls
+from jupyter_gpu_ckpt.process.unsavable import Unsavable
 
 #: Of one process: by descriptor, the number, mask and path of each watch.
 Noted = dict[str, list[tuple[int, int, str]]]
@@ -47,8 +48,10 @@ _MASK, _DONT_FOLLOW = 0x84000FFF, 0x02000000
 _MINOR_BITS = 20
 
 
-class UnsavableWatch(OSError):
+class UnsavableWatch(Unsavable):
     """An inotify instance cannot be restored; ``strerror`` names it, and the reason."""
+
+    field = "unsupported_file"
 
 
 class Watch(NamedTuple):

@@ -539,7 +539,7 @@ def test_a_lock_it_holds_ends_with_it_and_with_nothing_else(capsule, tmp_path):
     ("module", "not_yet"),
     [
         ("start", ("capsule.init",)),
-        ("init", ("process.inventory", "process.reapply", "process.sqlite_wal", "errors")),
+        ("init", ("capsule.criu_guard", "errors", "process.inventory", "process.preparation", "process.reapply")),
     ],
 )
 def test_a_wake_waits_for_no_module_that_it_needs_later(module, not_yet):

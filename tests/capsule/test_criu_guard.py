@@ -30,7 +30,7 @@ from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard
 from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.errors import CriuKilled, KernelBusy
-from jupyter_gpu_ckpt.process import ptrace, reapply, syscall_restart
+from jupyter_gpu_ckpt.process import preparation, ptrace, reapply, syscall_restart
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.ptrace import MACHINE, Tracee, release_late
 
@@ -548,7 +548,7 @@ def test_all_are_back_in_their_stop_when_criu_begins(monkeypatch, tmp_path):
         return 0
 
     seen: list[str] = []
-    monkeypatch.setattr(init, "Preparation", Prepared)
+    monkeypatch.setattr(preparation, "Preparation", Prepared)
     monkeypatch.setattr(criu_guard, "_RETURN_TIMEOUT", 0.05)
     process = subprocess.Popen(["sleep", "1000"])
     under_test = SimpleNamespace(
@@ -556,6 +556,7 @@ def test_all_are_back_in_their_stop_when_criu_begins(monkeypatch, tmp_path):
     )
     under_test.filters = SimpleNamespace(hide=lambda pids: None, show=lambda: None)
     under_test.guard = lambda: CriuGuard(process.pid, time.monotonic() + 60)
+    under_test.prepare = lambda guard, terminals: init.Init.prepare(under_test, guard, terminals)
     under_test.replace_inherited_files = lambda guard: init.Init.replace_inherited_files(under_test, guard)
     output = str(tmp_path / "output")
     try:

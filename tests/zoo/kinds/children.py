@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import fcntl
 import itertools
 import mmap
@@ -333,8 +334,15 @@ class Shell:
         return [f"{number} {procfs.fdinfo(pid, number)['flags']}" for number, name in numbers if name == "/dev/tty"]
 
     def end(self) -> None:
-        """Hang up, which ends the shell and its jobs."""
+        """Hang up, which ends the shell and its jobs.
+
+        Linux sends its signal once nobody has the other end of the terminal; a fork of the kernel may have it, too.
+        """
         os.close(self.master)
+        for pid in procfs.pids():
+            with contextlib.suppress(ProcessLookupError):  # ended
+                if os.getsid(pid) == self.process.pid:
+                    os.kill(pid, signal.SIGHUP)
         self.process.wait()
 
 

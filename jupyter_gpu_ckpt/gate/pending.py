@@ -59,6 +59,11 @@ class PendingRequest:
         return request.msg_type == "execute_request" and not request.content.get("silent", False)
 
     @property
+    def runs(self) -> bool:
+        """Return whether the request's code runs, or waits to: its reply comes at its end, an idle a moment later."""
+        return self.replies > 0 and not self.straggles
+
+    @property
     def is_query(self) -> bool:
         """Return whether no answer to the request is needed: on the control channel no code of a user runs.
 
@@ -104,11 +109,11 @@ class PendingRequests:
 
         Silent executions do not count: front ends' tools send them as queries.
         """
-        return sum(entry.is_cell and not entry.straggles for entry in self._by_id.values())
+        return sum(entry.is_cell and entry.runs for entry in self._by_id.values())
 
     def running_cell(self) -> Request | None:
         """Return the request of the cell that runs, if there is one that is not silent."""
-        return next((entry.request for entry in self._by_id.values() if entry.is_cell and not entry.straggles), None)
+        return next((entry.request for entry in self._by_id.values() if entry.is_cell and entry.runs), None)
 
     def awaits_input(self) -> bool:
         """Return whether a cell waits for an answer of its user."""

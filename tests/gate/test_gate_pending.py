@@ -33,6 +33,15 @@ def test_a_request_is_done_with_reply_and_idle_in_either_order(pending: PendingR
     assert not pending
 
 
+def test_a_cell_does_not_run_any_more_once_its_reply_is_there(pending: PendingRequests) -> None:
+    """A program that has the reply may request a checkpoint before the idle has come, which is waited for."""
+    pending.forwarded(request("1"))
+    pending.begun("1")
+    assert (pending.cells(), pending.running_cell()) == (1, pending.find("1").request)
+    pending.replied("1")
+    assert (pending.cells(), pending.running_cell(), len(pending)) == (0, None, 1)
+
+
 @pytest.mark.parametrize("kind", ["comm_open", "comm_msg", "comm_close", "something_else"])
 def test_what_has_no_reply_is_done_with_its_idle(pending: PendingRequests, kind: str) -> None:
     pending.forwarded(request("1", kind))

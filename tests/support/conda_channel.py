@@ -47,6 +47,8 @@ class Channel:
                 shutil.copy2(content, target, follow_symlinks=False)
             else:
                 target.write_text(content)
+                if content.startswith("#!"):
+                    target.chmod(0o755)
         made = assemble_package(
             name,
             version,
@@ -118,7 +120,9 @@ def stand_ins(channel: Channel, requirements: list[str]) -> None:
     channel.add("python", PYTHON, {**programs, "pyvenv.cfg": home})
     for name in ("pip", "setuptools"):
         distribution = metadata.distribution(name)
-        channel.add(name, distribution.version, dict(files_of(distribution)), ["python"])
+        # Without its program a recipe's `pip check` would run this machine's pip.
+        program = {"bin/pip": '#!/bin/sh\nexec "${0%/*}/python" -m pip "$@"\n'} if name == "pip" else {}
+        channel.add(name, distribution.version, {**files_of(distribution), **program}, ["python"])
     activate = {"etc/conda/activate.d/gcc.sh": f"export CC={shutil.which('gcc')}\n"}
     channel.add("gcc_linux-64", "12.0", dict(activate))
     channel.add("sysroot_linux-64", "2.34", {"share/stand-in/sysroot": "this machine's\n"})

@@ -845,7 +845,7 @@ class Init:
 def _import_rest() -> None:
     """Import what requests import where they need it, while the kernel starts or CRIU runs: none waits for it then."""
     from jupyter_gpu_ckpt.capsule import criu_guard  # noqa: F401
-    from jupyter_gpu_ckpt.process import inventory, preparation, reapply, sqlite_wal  # noqa: F401
+    from jupyter_gpu_ckpt.process import inventory, preparation, reapply  # noqa: F401
 
 
 def _is_ready(descriptor: int) -> bool:

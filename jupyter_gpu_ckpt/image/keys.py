@@ -97,5 +97,9 @@ class Keyring:
 
 def _require_private(path: Path, is_kind: Callable[[int], bool]) -> None:
     facts = path.lstat()
-    if not is_kind(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+    if not is_kind(facts.st_mode):
+        kind = "directory" if is_kind is stat.S_ISDIR else "file"
+        hint = f"A link is refused: put the {kind} itself in its place."
+        raise KeyUnusable(f"The {kind} of the keys is not a plain {kind}.", hint=hint, path=str(path))
+    if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
         raise KeyUnusable("The keys can be read or changed by other users.", path=str(path))

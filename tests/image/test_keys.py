@@ -66,6 +66,18 @@ def test_keys_that_cannot_be_trusted(ring, tmp_path, damage):
     assert caught.value.code == "KEY_UNUSABLE"
 
 
+@pytest.mark.parametrize("linked", ["file", "directory"])
+def test_a_link_is_refused_as_a_link(ring, tmp_path, linked):
+    key = ring.current()
+    path = ring.directory / key.id if linked == "file" else ring.directory
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(KeyUnusable, match=f"is not a plain {linked}") as caught:
+        ring.current()
+    assert "link" in caught.value.hint
+    assert caught.value.details["path"] == str(path)
+
+
 def test_a_place_where_none_can_be_made(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(KeyUnusable):

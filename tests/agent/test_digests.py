@@ -11,7 +11,6 @@ from collections import OrderedDict, deque
 
 import numpy
 import pytest
-import torch
 
 digests = importlib.import_module("jupyter_gpu_ckpt.agent.digests")
 
@@ -121,6 +120,7 @@ def test_what_takes_too_long_has_none_and_the_next_one_neither():
 
 
 def test_of_tensors_the_writes_that_pytorch_counts_are_a_change_and_their_lack_proves_nothing():
+    torch = pytest.importorskip("torch")
     model = torch.nn.Linear(2, 2)
     tensor = torch.zeros(3)
     before = digest(tensor), digest(model), digest([tensor])

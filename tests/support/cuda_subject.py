@@ -93,14 +93,14 @@ class CudaSubject:
 
 def why_no_gpu() -> str | None:
     """Return why CUDA processes cannot be checkpointed here, or None if they can."""
-    if importlib.util.find_spec("torch") is None:
-        return "torch is not installed"
     try:
         with Gpus() as gpus:
             if not gpus.list():
                 return "this machine has no NVIDIA GPU"
         with Cuda() as cuda:
             cuda.available()
+        if importlib.util.find_spec("torch") is None:
+            return "torch is not installed"
     except GpuCkptError as error:
         return error.message
     return None

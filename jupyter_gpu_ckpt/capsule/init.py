@@ -843,9 +843,13 @@ class Init:
 
 
 def _import_rest() -> None:
-    """Import what requests import where they need it, while the kernel starts or CRIU runs: none waits for it then."""
-    from jupyter_gpu_ckpt.capsule import criu_guard  # noqa: F401
-    from jupyter_gpu_ckpt.process import inventory, preparation, reapply  # noqa: F401
+    """Import what requests import where they need it, while the kernel starts or CRIU runs: none waits for it then.
+
+    Never raises: a failure is met again where it is needed, and that request is answered with it.
+    """
+    with contextlib.suppress(Exception):
+        from jupyter_gpu_ckpt.capsule import criu_guard  # noqa: F401
+        from jupyter_gpu_ckpt.process import inventory, preparation, reapply  # noqa: F401
 
 
 def _is_ready(descriptor: int) -> bool:

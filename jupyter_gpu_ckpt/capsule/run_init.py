@@ -4,7 +4,7 @@ import gc
 import os
 import sys
 
-gc.disable()  # what is imported stays: a wake need not wait while it is looked through for garbage, now or later
+gc.disable()  # until `start.main`: what is imported stays, and a wake need not wait while it is looked through
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from jupyter_gpu_ckpt.capsule.start import main  # noqa: E402 - found by the line before

@@ -533,6 +533,14 @@ def test_the_waits_of_other_threads_begin_again_after_a_dump_that_a_timer_s_sign
             process.kill()
 
 
+def test_an_import_that_fails_while_criu_runs_leaves_its_request_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jupyter_gpu_ckpt.capsule.criu_guard", None)
+    monkeypatch.delattr("jupyter_gpu_ckpt.capsule.criu_guard")
+    with pytest.raises(ImportError):
+        from jupyter_gpu_ckpt.capsule import criu_guard  # noqa: F401
+    init._import_rest()
+
+
 def test_all_are_back_in_their_stop_when_criu_begins(monkeypatch, tmp_path):
     """Changes for a dump are made by a tracer, which lets a process continue to its stop a moment later."""
 

@@ -270,6 +270,30 @@ async def test_dataloader_workers_continue_in_the_middle_of_an_epoch(kernel, rec
     await until(lambda: len(kernel.lifecycle.capsule.other_processes()) <= 2)
 
 
+@pytest.mark.alone
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+async def test_dataloader_workers_of_a_large_kernel_continue(kernel, record, method):
+    """Of one with 10 GiB on the GPU and 2 GiB of its own memory, which forked workers share."""
+    await kernel.run(
+        "import torch\nx = [torch.full((1 << 28,), n, dtype=torch.int32, device='cuda') for n in range(10)]\n"
+        "own = torch.arange(1 << 28)\n"
+        f"loader = iter(torch.utils.data.DataLoader(range(1000), num_workers=2, persistent_workers=True,"
+        f" multiprocessing_context={method!r}))\nfirst = next(loader).clone()",
+        120,
+    )
+    for number in (1, 2):
+        await kernel.provisioner.suspend()
+        seen = "print(next(loader).item(), [each.sum().item() >> 28 for each in x] == list(range(10)), own[-1].item())"
+        assert await kernel.run(seen) == f"{2 * number - 1} True {(1 << 28) - 1}"
+        await kernel.settled("running")
+        image = await kernel.provisioner.checkpoint()
+        record(**{f"image {number}": image.manifest.bytes, f"seconds {number}": kernel.steps.seconds()})
+        assert await kernel.run(seen, 120) == f"{2 * number} True {(1 << 28) - 1}"
+        await kernel.settled("running")
+    rest = "print([each.item() for each in loader] == list(range(5, 1000)))"
+    assert await kernel.run(rest, 120) == "True"
+
+
 @pytest.mark.two_gpus
 async def test_a_kernel_comes_back_on_the_other_gpu(tmp_path, runtime_base, criu_binary, record):
     async with notebook(tmp_path, runtime_base) as kernel:

@@ -74,6 +74,8 @@ CHILDREN_VARIABLE = "JUPYTER_GPU_CKPT_FAST_CHILDREN"
 _ASAN, _ANY_ORDER = "ASAN_OPTIONS", "verify_asan_link_order"
 #: Seconds in which all threads of a kernel must reach a place where they can be frozen.
 FREEZE_SECONDS = 5.0
+#: The same where the alternative is that another process which it forks meanwhile prevents a checkpoint.
+_FORKING_SECONDS = 0.5
 #: Seconds for a reply that takes no copying; and for one that is done without.
 _REPLY_SECONDS = 10.0
 _SHORT_SECONDS = 1.0
@@ -279,16 +281,22 @@ class FastPath:
         except ProtocolVersion:
             return False
 
-    def freeze_for_driver(self) -> None:
+    def freeze_for_driver(self, *, from_forking: bool = False) -> None:
         """Freeze the threads of a locked kernel that must not run while the driver has suspended it.
 
         Those that wait in the driver's code; without the launch gate (no library, or one that did not close it) all
         that could call the driver.  Raises `CapsuleError` when one cannot be frozen in `FREEZE_SECONDS`; all run on.
+
+        ``from_forking``: the others, too, if they can be frozen at once: what is forked while the driver closes the
+        device files of the process inherits some of them.
         """
-        if self.keeps_calls():
-            self._capsule.freeze_threads_in_driver(child=self._child)
-        else:
+        if not self.keeps_calls():
             self._capsule.freeze_callers(FREEZE_SECONDS, child=self._child)
+            return
+        self._capsule.freeze_threads_in_driver(child=self._child)
+        if from_forking:
+            with contextlib.suppress(CapsuleError):
+                self._capsule.freeze_callers(_FORKING_SECONDS, child=self._child)
 
     def drop_zero_pages(self) -> None:
         """Give back the pages of zeros of a context that the driver has suspended: an image is smaller by them.

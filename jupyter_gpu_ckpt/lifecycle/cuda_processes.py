@@ -269,15 +269,21 @@ def _unlock(cuda: Cuda, pids: Iterable[int], late: Iterable[int] = ()) -> None:
                 cuda.unlock(pid)
 
 
-def keep_from_driver(kernel: KernelState, pids: Iterable[int]) -> None:
+def keep_from_driver(kernel: KernelState, pids: Iterable[int], *, from_forking: bool = False) -> None:
     """Freeze the threads of locked processes that must not run while the driver has suspended these.
 
-    As `FastPath.freeze_for_driver`.  They run again once the kernel is resumed.  *After failure* some may be frozen.
-    Raises `KernelBusy` when a thread cannot be frozen.
+    As `FastPath.freeze_for_driver`, with ``from_forking`` for the children: torch's compile worker forks 16 others at
+    once.  They run again once the kernel is resumed.  *After failure* some may be frozen.  Raises `KernelBusy` when a
+    thread cannot be frozen.
     """
+    own = kernel.require_capsule().host_pid
+
+    def freeze(pid: int) -> None:
+        kernel.fast_path(pid=pid).freeze_for_driver(from_forking=from_forking and pid != own)
+
     for pid in pids:
         try:
-            _unless_ended(kernel, pid, lambda pid: kernel.fast_path(pid=pid).freeze_for_driver())
+            _unless_ended(kernel, pid, freeze)
         except errors.CapsuleError as error:
             message = "A thread cannot be stopped safely for as long as its CUDA state is suspended."
             hint = "It is in the C library or the CUDA driver all the time, or a debugger traces it: try again then."

@@ -304,7 +304,6 @@ def cuda_suspend(attempt: Attempt) -> None:
             return
         saved.device_bytes = gpus.used_by(*using)
         saved.node_gpus = [gpu.uuid for gpu in gpus.list()]
-        kernel.inherited = cuda_processes.inherited_files(kernel, using)
         kernel.serves_off_gpu = attempt.goal is State.OFF_GPU
     try:
         unlockable = None
@@ -352,7 +351,12 @@ def cuda_suspend(attempt: Attempt) -> None:
         # For good, and before the driver suspends: some calls do not wait at its lock, and then end the process.
         with part("freeze"):
             cuda_processes.close_launch_gates(kernel, locked)
-            cuda_processes.keep_from_driver(kernel, [each for each in locked if each != pid or not warm])
+            off_gpu_only = attempt.goal in (State.SUSPENDED, State.OFF_GPU)
+            suspended = [each for each in locked if each != pid or not warm]
+            cuda_processes.keep_from_driver(kernel, suspended, from_forking=not off_gpu_only)
+            # Not before: a process that runs forks others, and once the driver has closed its files, those of its forks
+            # are not to be told from their own.
+            kernel.inherited = cuda_processes.inherited_files(kernel, locked)
         with part("driver"):
             cuda_processes.checkpoint(kernel, children, deadline)
             if pid in locked and not warm:  # else the lock alone keeps the kernel from CUDA

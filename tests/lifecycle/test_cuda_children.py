@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -247,26 +248,26 @@ def test_a_forked_child_does_not_use_cuda_although_an_old_driver_does_not_say_so
 
 
 #: A kernel that has a file mapped and open, as a user of CUDA has device files, and a forked child that counts on, and
-#: so does what that forks at a SIGUSR1.
+#: so does what either forks at a SIGUSR1.
 FORKS = """
 import mmap, os, signal, sys, time
-place, count = sys.argv[1:]
+place, path = sys.argv[1:]
+def count(path):
+    n = 0
+    while True:
+        n += 1
+        with open(path, "w") as file: file.write(str(n))
+        time.sleep(0.01)
 with open(place, "wb") as file: file.truncate(8192)
 fd = os.open(place, os.O_RDWR)
 memory = mmap.mmap(fd, 8192)
+signal.signal(signal.SIGUSR1, lambda *_: os.fork() or count(path + of))
 if os.fork():
+    of = "-of-kernel"
     memory.close()
     while True: time.sleep(1000)
-n = 0
-def fork(*_):
-    global count
-    if not os.fork():
-        count += "-of-fork"
-signal.signal(signal.SIGUSR1, fork)
-while True:
-    n += 1
-    with open(count, "w") as file: file.write(str(n))
-    time.sleep(0.01)
+of = "-of-fork"
+count(path)
 """
 
 
@@ -277,9 +278,9 @@ class Forking(Rig):
         self.place, self.count = str(directory / "nvidia0"), directory / "count"
         super().__init__(criu_binary, directory, base, [sys.executable, "-c", FORKS, self.place, str(self.count)])
         until(lambda: self.counted() > 0, "the child counts")
-        #: The child, and what it has forked.
-        self.workers = [self._worker()]
-        self.driver.add(self.workers[0], self.child_pid)
+        #: The child, and what was forked since, by the end of the name of the file that it counts in.
+        self.workers = {"": self._worker()}
+        self.driver.add(self.workers[""], self.child_pid)
 
     def _worker(self) -> FakeProcess:
         return FakeProcess(cuda=False, device_files={self.place}, inherited=True)
@@ -294,32 +295,32 @@ class Forking(Rig):
         pids = self.lifecycle.capsule.other_processes()
         return sorted(pids, key=lambda pid: int(procfs.status(pid)["NSpid"].split()[-1]))
 
-    def fork(self) -> None:
-        """Have the child fork."""
-        os.kill(self.child_pid, signal.SIGUSR1)
-        until(lambda: self.counted("-of-fork") > 0, "its fork counts")
-        self.workers.append(self._worker())
-        self.driver.add(self.workers[1], self.worker_pids()[1])
+    def fork(self, of: str = "-of-fork") -> None:
+        """Have the child fork, or the kernel."""
+        os.kill(self.pid if of == "-of-kernel" else self.child_pid, signal.SIGUSR1)
+        until(lambda: self.counted(of) > 0, "the fork counts")
+        self.workers[of] = self._worker()
+        self.driver.add(self.workers[of], self.worker_pids()[-1])
 
     def counted(self, of: str = "") -> int:
         path = self.count.with_name(self.count.name + of)
         return int(path.read_text() or 0) if path.exists() else 0
 
-    def has(self) -> set[str]:
+    def has(self, pids: Sequence[int] = ()) -> set[str]:
         """Return the workers' open and mapped files."""
-        pids = self.worker_pids()
+        pids = pids or self.worker_pids()
         names = {name for pid in pids for _, name in procfs.links(pid)}
         return names | {mapping.name for pid in pids for mapping in procfs.maps(pid)}
 
     def _follow(self, event: StepEvent) -> None:
         super()._follow(event)
         if (event.kind, event.step) == ("completed", "criu_restore"):
-            for worker, pid in zip(self.workers, self.worker_pids(), strict=True):
+            for worker, pid in zip(self.workers.values(), self.worker_pids(), strict=True):
                 worker.device_files = set()
                 self.driver.add(worker, pid)
 
     def counts_on(self) -> None:
-        for of in ("", "-of-fork")[: len(self.workers)]:
+        for of in self.workers:
             before = self.counted(of)
             until(lambda of=of, before=before: self.counted(of) > before, "the worker counts on")
         found = set().union(*(states(pid) for pid in (self.pid, *self.worker_pids())))
@@ -356,9 +357,9 @@ def test_a_worker_that_forks_while_the_kernel_is_suspended(forking, of):
     """Its child has inherited the same files, of a process that is noted since the suspend."""
     forking.lifecycle.suspend()
     forking.fork()
-    _, new = forking.workers
+    _, new = forking.workers.values()
     if of == "a worker that has opened its own":
-        for worker in forking.workers:
+        for worker in forking.workers.values():
             worker.device_files |= {"/dev/nvidia-uvm"}
     elif of == "nobody":
         new.inherited = False
@@ -378,6 +379,25 @@ def test_a_worker_that_forks_while_the_kernel_is_suspended(forking, of):
         forking.counts_on()
 
 
+@pytest.mark.parametrize("during", ["lock", "swap_out", "keep_from_driver"])
+def test_a_kernel_that_forks_while_it_is_suspended(forking, monkeypatch, during):
+    """As torch's compile worker does, which is requested to compile and begins its pool."""
+    forking.workers[""].device_files = set()  # else it is known what its own forks inherit
+    real = getattr(cuda_processes, during)
+
+    def forks(*args, **named):
+        if "-of-kernel" not in forking.workers:
+            forking.fork("-of-kernel")
+        return real(*args, **named)
+
+    monkeypatch.setattr(cuda_processes, during, forks)
+    for _ in range(2):
+        forking.lifecycle.checkpoint()
+        forking.lifecycle.wake()
+        assert forking.place not in forking.has(forking.worker_pids()[-1:])
+        forking.counts_on()
+
+
 def test_files_noted_for_a_dump_that_was_refused_are_not_taken_at_the_next(forking, monkeypatch):
     """By then they may be a process's own."""
 
@@ -387,7 +407,7 @@ def test_files_noted_for_a_dump_that_was_refused_are_not_taken_at_the_next(forki
     with monkeypatch.context() as patch:
         patch.setattr(dump, "_require_fit", refuses)
         forking.fails("checkpoint", "CRIU_FAILED")
-    forking.workers[0].device_files = set()
+    forking.workers[""].device_files = set()
     forking.lifecycle.kernel.inherited = {}
     forking.lifecycle.checkpoint()
     forking.lifecycle.wake()

@@ -94,6 +94,35 @@ def note_new_forks(kernel: KernelState) -> None:
             noted[pid] = files
 
 
+def is_beginning(kernel: KernelState, pid: int) -> bool:
+    """Return whether a process may be beginning to use CUDA: it has device files of its own, and no CUDA state yet.
+
+    With processes that use the driver's libraries for something else.  Raises `CudaError`.
+    """
+    cuda = kernel.engine.cuda
+    if not cuda.uses_cuda(pid) or set(held := cuda.device_files(pid)) <= set(kernel.inherited.get(pid, ())) or not held:
+        return False
+    return cuda.state(pid) is CudaState.NONE and not cuda.has_inherited_all(pid, [*states(kernel), *kernel.inherited])
+
+
+def some_begin(kernel: KernelState) -> bool:
+    """Return whether a child of the kernel may be beginning to use CUDA (`is_beginning`).  Raises `CudaError`."""
+    others = kernel.require_capsule().other_processes()
+    return any(_unless_ended(kernel, pid, lambda pid: is_beginning(kernel, pid)) for pid in others)
+
+
+def unlock(kernel: KernelState, pids: Iterable[int]) -> list[int]:
+    """Have those of some children of the kernel run that the driver has locked and not suspended; return them."""
+    capsule, found, done = kernel.require_capsule(), states(kernel), list[int]()
+    for pid in pids:
+        with suppress(GpuCkptError):  # a resume of the kernel does it
+            if found.get(pid) is CudaState.LOCKED:
+                kernel.fast_path(pid=pid).swap_in(lock_s=kernel.settings.cuda, timeout_s=kernel.deadline(0))
+                capsule.unfreeze_threads(child=pid)
+                done.append(pid)
+    return done
+
+
 def shared(kernel: KernelState) -> list[errors.UnsupportedCuda]:
     """Return why processes of the kernel cannot be suspended together, as far as that shows.  Raises `CudaError`."""
     cuda, found = kernel.engine.cuda, list[errors.UnsupportedCuda]()
@@ -205,8 +234,8 @@ def swap_out(
     return moved
 
 
-def lock(kernel: KernelState) -> list[int]:
-    """Have the driver lock all processes with CUDA state; return them, the kernel's own first.
+def lock(kernel: KernelState, but: Collection[int] = ()) -> list[int]:
+    """Have the driver lock all processes with CUDA state ``but`` some; return them, the kernel's own first.
 
     Also those that begin to use CUDA meanwhile.  *After failure* none is locked, as far as the driver answers.  Several
     are locked at the same time, by a helper of their own: while one process of a group that communicates is locked, the
@@ -217,7 +246,7 @@ def lock(kernel: KernelState) -> list[int]:
     with ExitStack() as stack:
         try:
             for _ in range(_ROUNDS):
-                new = [pid for pid in states(kernel, cuda) if pid not in locked]
+                new = [pid for pid in states(kernel, cuda) if pid not in (*locked, *but)]
                 if not new:
                     return locked
                 if cuda is kernel.engine.cuda and [*locked, *new] != [own]:

@@ -37,7 +37,7 @@ from ..process import connections, descriptors, shared_memory
 from ..process.sockets import let_ports_be_rebound
 from . import completing, cuda_processes, host_memory, preflight, restore
 from .context import Attempt, KernelState, PartlyDone, Reason
-from .suspend import driver_checkpoint, why_not, without_sockets
+from .suspend import driver_checkpoint, suspend_late, why_not, without_sockets
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ def disconnect(attempt: Attempt) -> None:
     if kernel.refusal is not None and not attempt.unwinding:
         raise copy.copy(kernel.refusal)
     if not attempt.unwinding:  # a kernel that was suspended before had a preflight for a suspend only
+        suspend_late(kernel)
         _note_inherited_files(kernel)
         _require_fit(kernel)
     if (error := without_sockets(kernel)) is not None:

@@ -33,6 +33,8 @@ _COLLECT = 2.0
 _INSPECTIONS, _PAUSE = 3, 0.1
 #: The launch gate stays closed without a suspended process for this many times the seconds of a lock.
 _LOCKS = 2
+#: Seconds in which a process that is beginning to use CUDA has CUDA state; and times that such ones are looked for.
+_BEGINS, _LATE_ROUNDS = 2.0, 5
 #: Begins the hint of a refused checkpoint.
 _CAN_BE_SUSPENDED = "A suspend is possible."
 #: Seconds to suspend a process that is to be killed, and bytes a second at which the driver does it.
@@ -169,6 +171,11 @@ def why_not(kernel: KernelState, *, writes: bool, suspended: bool = False) -> Ca
                 if not known and not suspended:
                     using[:] = using or cuda_processes.states(kernel)
                     known = cuda.has_inherited_all(pid, [*using, *kernel.inherited])
+                if not known and not suspended:
+                    end = time.monotonic() + _BEGINS
+                    while (begins := cuda_processes.is_beginning(kernel, pid)) and time.monotonic() < end:
+                        time.sleep(0.05)
+                    known = not begins and (cuda.state(pid) is not CudaState.NONE or not cuda.device_files(pid))
                 if not known:
                     return "it has open device files of the GPU"
         except errors.CudaError as error:
@@ -355,7 +362,7 @@ def cuda_suspend(attempt: Attempt) -> None:
             suspended = [each for each in locked if each != pid or not warm]
             cuda_processes.keep_from_driver(kernel, suspended, from_forking=not off_gpu_only)
             # Not before: a process that runs forks others, and once the driver has closed its files, those of its forks
-            # are not to be told from their own.
+            # cannot be distinguished from files of their own.
             kernel.inherited = cuda_processes.inherited_files(kernel, locked)
         with part("driver"):
             cuda_processes.checkpoint(kernel, children, deadline)
@@ -378,6 +385,45 @@ def cuda_suspend(attempt: Attempt) -> None:
         # needs proof of free memory: so the undo of this step inspects the process and completes the way back.
         raise PartlyDone(cuda=True) from error
     saved.cuda = True
+
+
+def suspend_late(kernel: KernelState) -> None:
+    """Suspend the children of a suspended kernel that began to use CUDA while the others were locked, or since.
+
+    For one that is beginning to use it, it waits.  *After failure* some may be suspended: a resume of the kernel brings
+    all back.  Raises as `cuda_processes.lock`, `KernelBusy`, `NoMemory`.
+    """
+    saved, gpus, own, end = (
+        kernel.saved,
+        kernel.engine.gpus,
+        kernel.require_capsule().host_pid,
+        time.monotonic() + _BEGINS,
+    )
+    for _ in range(_LATE_ROUNDS):
+        while True:
+            states = cuda_processes.states(kernel)
+            late = [pid for pid, state in states.items() if state is CudaState.RUNNING and pid != own]
+            if late or time.monotonic() > end or not cuda_processes.some_begin(kernel):
+                break
+            time.sleep(0.02)
+        if not late:
+            return
+        saved.cuda, saved.node_gpus = True, saved.node_gpus or [gpu.uuid for gpu in gpus.list()]
+        locked = cuda_processes.lock(kernel, but=[pid for pid in states if pid not in late])
+        used = [(pid, uuid, bytes) for pid in locked for uuid, bytes in gpus.used_by(pid).items()]
+        for _, uuid, bytes in used:
+            saved.device_bytes[uuid] = saved.device_bytes.get(uuid, 0) + bytes
+        try:
+            host_memory.require_memory(total := sum(bytes for *_, bytes in used))
+            cuda_processes.close_launch_gates(kernel, locked)
+            cuda_processes.keep_from_driver(kernel, locked, from_forking=True)
+            kernel.inherited |= cuda_processes.inherited_files(kernel, locked)
+            cuda_processes.checkpoint(kernel, locked, kernel.deadline(total))
+        except BaseException:
+            unlocked = cuda_processes.unlock(kernel, locked)
+            for pid, uuid, bytes in used:
+                saved.device_bytes[uuid] -= bytes if pid in unlocked else 0
+            raise
 
 
 def _choose_for_others(kernel: KernelState, choose: ChooseDirectory, all: int, bytes: int, kept: int) -> Path | None:

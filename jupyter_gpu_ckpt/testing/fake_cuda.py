@@ -47,6 +47,8 @@ class FakeProcess:
     communicates by NCCL.  ``device_files``: what it has open of a GPU without CUDA state, ``inherited`` or of its own.
     ``closed``: how often the driver has closed its device files, which a process that inherits them does not notice.
 
+    ``beginning``: it has loaded the driver and opened device files, and has no CUDA state yet.
+
     ``busy``: GPU work that does not end, so that a lock times out.  ``unsupported``: memory of a kind the driver cannot
     save, which the driver says only once (``refused_before``).  ``ruined``: its restore failed, after which the driver
     cannot restore it.  ``computing``: the percentage of its GPUs that it uses.  ``queries``: a thread of it asks again
@@ -56,6 +58,7 @@ class FakeProcess:
     memory: dict[str, int] = field(default_factory=dict)
     moved: int = 0
     cuda: bool = True
+    beginning: bool = False
     nvml: bool = False
     busy: bool = False
     unsupported: bool = False
@@ -73,7 +76,7 @@ class FakeProcess:
 
     @property
     def on_gpu(self) -> bool:
-        return self.cuda and self.state in (RUNNING, LOCKED)
+        return self.cuda and not self.beginning and self.state in (RUNNING, LOCKED)
 
     @property
     def there(self) -> dict[str, int]:
@@ -218,7 +221,7 @@ class FakeDriver:
 
     def _process(self, pid: int) -> FakeProcess:
         process = self.processes[pid]
-        if not process.cuda:
+        if not process.cuda or process.beginning:
             raise _refused(real.NOT_INITIALIZED)
         return process
 
@@ -283,7 +286,8 @@ class FakeCuda(Cuda):
     def device_files(self, pid: int) -> list[str]:
         self._read(pid, "status")
         process = self.driver.processes[pid]
-        files = {"/dev/nvidiactl", "/dev/nvidia0"} if process.nvml or process.on_gpu else process.device_files
+        opened = process.nvml or process.beginning or process.on_gpu
+        files = {"/dev/nvidiactl", "/dev/nvidia0"} if opened else process.device_files
         return sorted(files | ({"/dev/nvidia-uvm"} if process.on_gpu else set()))
 
     def has_inherited_all(self, pid: int, owners: Iterable[int]) -> bool:

@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -196,13 +197,70 @@ def test_a_child_that_begins_to_use_cuda_between_preflight_and_lock_goes_along(f
     family.runs_on()
 
 
-def test_a_child_that_begins_to_use_cuda_after_the_suspend_keeps_the_kernel_from_the_disk(family):
+def test_a_child_that_begins_to_use_cuda_after_the_suspend_goes_along(family):
     family.lifecycle.suspend()
     family.begin(COMMANDS[2], {B: 5 * MIB})
-    assert "sleep 1003" in family.fails("checkpoint", "CHILD_PROCESSES").message
-    family.sleeps(State.SUSPENDED)
-    family.lifecycle.resume()
+    family.lifecycle.checkpoint()
+    assert family.lifecycle.kernel.saved.device_bytes == {A: 80 * MIB, B: 35 * MIB}
+    family.lifecycle.wake()
     family.runs_on()
+    family.cycle()
+
+
+def test_a_child_begins_to_use_cuda_just_before_the_dump_of_a_kernel_without(family):
+    """The kernel comes back with it, and where the dump fails, too."""
+    for command in COMMANDS[:2]:
+        family.fakes[command].cuda, family.fakes[command].memory = False, {}
+    family.fake.cuda, family.fake.memory = False, {}
+    family.lifecycle.suspend()
+    family.begin(COMMANDS[2], {B: 5 * MIB})
+    family.driver.refuse["cuda.checkpoint"] = INVALID_VALUE
+    family.fails("checkpoint", "CUDA_FAILED")
+    del family.driver.refuse["cuda.checkpoint"]
+    assert family.fakes[COMMANDS[2]].state == RUNNING
+    family.lifecycle.checkpoint()
+    assert family.lifecycle.kernel.saved.device_bytes == {B: 5 * MIB}
+    family.lifecycle.wake()
+    family.runs_on()
+
+
+@pytest.mark.parametrize("step", ["preflight", "disconnect"])
+@pytest.mark.parametrize("becomes", ["a user of CUDA", "none", "nothing"])
+def test_a_child_that_is_beginning_to_use_cuda_is_waited_for(family, monkeypatch, step, becomes):
+    """torch's compile worker imports torch for seconds before it calls the driver."""
+    monkeypatch.setattr(suspend, "_BEGINS", 0.5)
+    fake = family.fakes[COMMANDS[2]]
+    began = threading.Event()
+
+    def end() -> None:
+        time.sleep(0.1)
+        if becomes == "none":
+            fake.cuda = False
+        if becomes != "nothing":
+            fake.beginning = False
+
+    def begin() -> None:
+        if not began.is_set():
+            began.set()
+            fake.cuda, fake.memory, fake.beginning = True, {B: 5 * MIB}, True
+            threading.Thread(target=end).start()
+
+    module, name = (suspend, "why_not") if step == "preflight" else (dump, "suspend_late")
+    real = getattr(module, name)
+
+    def begins(*args, **named):
+        begin()
+        return real(*args, **named)
+
+    monkeypatch.setattr(module, name, begins)
+    if becomes == "nothing":
+        assert "sleep 1003" in family.fails("checkpoint", "CHILD_PROCESSES").message
+        fake.cuda = fake.beginning = False
+    else:
+        family.lifecycle.checkpoint()
+        family.lifecycle.wake()
+    family.runs_on()
+    family.cycle()
 
 
 @pytest.mark.parametrize("first", ["checkpoint", "suspend", "suspend by an owner that is gone"])
@@ -381,7 +439,7 @@ def test_a_worker_that_forks_while_the_kernel_is_suspended(forking, of):
 
 @pytest.mark.parametrize("during", ["lock", "swap_out", "keep_from_driver"])
 def test_a_kernel_that_forks_while_it_is_suspended(forking, monkeypatch, during):
-    """As torch's compile worker does, which is requested to compile and begins its pool."""
+    """torch's compile worker begins its pool when something is to be compiled."""
     forking.workers[""].device_files = set()  # else it is known what its own forks inherit
     real = getattr(cuda_processes, during)
 

@@ -291,13 +291,14 @@ ROWS = (
     Row(
         "gpu-lightning",
         "Lightning: a trainer after fit, on the GPU",
-        "import torch, lightning as L\ntorch.manual_seed(1)\n"
-        "class M(L.LightningModule):\n    def __init__(self):\n        super().__init__()\n        self.l = torch.nn.Linear(4, 1)\n"
+        "import torch, lightning as L\nfrom lightning.fabric.plugins.environments import LightningEnvironment\n"
+        "torch.manual_seed(1)\nclass M(L.LightningModule):\n    def __init__(self):\n        super().__init__()\n        self.l = torch.nn.Linear(4, 1)\n"
         "    def training_step(self, b, i): return self.l(b[0]).pow(2).mean()\n"
         "    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)\n"
         "data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(16, 4)), 4)\nm = M()\n"
+        # Where mpi4py is installed, Lightning would ask MPI, which starts a daemon, and ends a kernel that may not.
         "t = L.Trainer(max_epochs=2, accelerator='gpu', devices=1, logger=False, enable_checkpointing=False,\n"
-        "    enable_progress_bar=False)\nt.fit(m, data)\nm.to('cuda')",
+        "    enable_progress_bar=False, plugins=[LightningEnvironment()])\nt.fit(m, data)\nm.to('cuda')",
         "seen = [t.global_step, t.current_epoch, float(m.l.weight.sum())]",
         "lightning torch",
         gpu=True,

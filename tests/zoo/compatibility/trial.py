@@ -40,6 +40,15 @@ TESTS = Path(__file__).resolve().parents[2]
 #: Seconds that a cell may take on a machine that has other things to do.
 CELL = 200
 DEADLINES = {"drain_timeout": 60.0, "wake_timeout": 60.0, "start_timeout": 60.0}
+#: Where a cell hangs is written down.
+WATCHED = f"""
+def watch():
+    import faulthandler
+    faulthandler.cancel_dump_traceback_later()
+    watch.to.close()
+watch.to = open("stacks", "w")
+__import__("faulthandler").dump_traceback_later({CELL - 10}, file=watch.to)
+"""
 VALUE = "__import__('json').dumps(seen, default=repr)"
 
 
@@ -151,7 +160,12 @@ async def tried(row: Row, place: Path, who: str) -> dict[str, Any]:
         async with notebook(place, base, raw_output=place / "raw-output", **DEADLINES) as kernel:
             if kernel.lifecycle is None:
                 raise RuntimeError("the kernel was started plainly: `jupyter gpu-ckpt doctor` says why")
-            await kernel.run(row.setup, CELL)
+            try:
+                await kernel.run(WATCHED)
+                await kernel.run(row.setup, CELL)
+                await kernel.run("watch()")
+            except TimeoutError as error:
+                raise RuntimeError(f"{error}\n{(place / 'stacks').read_text()[-2500:]}") from error
             before = await value(kernel, row)
             await same(kernel, row, before, "before anything was done")
             found["value"] = before

@@ -422,7 +422,7 @@ ROWS = (
         "import torch\nwith torch.profiler.profile() as p: (torch.ones(50, 50, device='cuda') @ torch.ones(50, 50, device='cuda')).sum().item()",
         "seen = [len(p.key_averages()) > 0, float(torch.ones(50, device='cuda').sum())]",
         "torch",
-        "Profile in a kernel of its own: once CUPTI was used, the driver does not let the process be suspended.",
+        "Profile in a kernel of its own: once CUPTI was used, the driver does not lock the process any more; a suspend works.",
         True,
     ),
 )

@@ -288,6 +288,8 @@ class KernelState:
     saved: Saved = field(default_factory=Saved)
     #: Device files that forked children have of processes with CUDA state, by host pid; known from the last suspend.
     inherited: dict[int, list[str]] = field(default_factory=dict)
+    #: Children that have device files without CUDA state, also after they were given time to begin with CUDA (NVML).
+    without_cuda: set[int] = field(default_factory=set)
     #: Chunks of device memory that are on the disk already, for the next image.
     chunks: ChunkCache | None = None
     #: Directory on the disk with the allocations that host memory is too small for.

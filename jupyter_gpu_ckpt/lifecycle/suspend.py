@@ -170,12 +170,9 @@ def why_not(kernel: KernelState, *, writes: bool, suspended: bool = False) -> Ca
                 known = set(held) <= set(kernel.inherited.get(pid, ()))
                 if not known and not suspended:
                     using[:] = using or cuda_processes.states(kernel)
-                    known = cuda.has_inherited_all(pid, [*using, *kernel.inherited])
-                if not known and not suspended:
-                    end = time.monotonic() + _BEGINS
-                    while (begins := cuda_processes.is_beginning(kernel, pid)) and time.monotonic() < end:
-                        time.sleep(0.05)
-                    known = not begins and (cuda.state(pid) is not CudaState.NONE or not cuda.device_files(pid))
+                    known = cuda.has_inherited_all(pid, [*using, *kernel.inherited]) or (
+                        pid not in kernel.without_cuda and _has_begun(kernel, pid)
+                    )
                 if not known:
                     return "it has open device files of the GPU"
         except errors.CudaError as error:
@@ -189,6 +186,16 @@ def why_not(kernel: KernelState, *, writes: bool, suspended: bool = False) -> Ca
         return "its parent has ended, and the kernel has no root process, which would have become its parent"
 
     return reason
+
+
+def _has_begun(kernel: KernelState, pid: int) -> bool:
+    """Wait for a child that may be beginning to use CUDA; return whether a suspend takes it along, or need not."""
+    cuda, end = kernel.engine.cuda, time.monotonic() + _BEGINS
+    while (begins := cuda_processes.is_beginning(kernel, pid)) and time.monotonic() < end:
+        time.sleep(0.05)
+    if begins:
+        kernel.without_cuda.add(pid)
+    return not begins and (cuda.state(pid) is not CudaState.NONE or not cuda.device_files(pid))
 
 
 def _spillable(kernel: KernelState) -> int:

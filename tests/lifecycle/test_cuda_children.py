@@ -255,6 +255,10 @@ def test_a_child_that_is_beginning_to_use_cuda_is_waited_for(family, monkeypatch
     monkeypatch.setattr(module, name, begins)
     if becomes == "nothing":
         assert "sleep 1003" in family.fails("checkpoint", "CHILD_PROCESSES").message
+        if step == "preflight":
+            monkeypatch.setattr(suspend.time, "sleep", None)  # it is not waited for again
+            assert "sleep 1003" in family.fails("checkpoint", "CHILD_PROCESSES").message
+            monkeypatch.undo()
         fake.cuda = fake.beginning = False
     else:
         family.lifecycle.checkpoint()

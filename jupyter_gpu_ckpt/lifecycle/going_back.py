@@ -113,7 +113,7 @@ def settle(
     for path in sorted(differing):
         can = path in kept and kept[path].kept
         wanted = files.get(path) if isinstance(files, Mapping) else files
-        if can and (wanted == THEN or path.startswith(kept_files.SHARED_MEMORY)):
+        if can and (wanted == THEN or kept_files.is_memory(path)):
             then.append(path)
         elif wanted == NOW:
             now.add(path)

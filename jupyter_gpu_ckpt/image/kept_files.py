@@ -28,8 +28,8 @@ from .image import Image
 
 #: Shared memory is the kernel's, not a file of the user.
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - where glibc keeps it
-#: Counters that each Java virtual machine maps, and changes all the time.
-_COUNTERS = re.compile(r"/hsperfdata_[^/]+/[0-9]+$")
+#: Counters that each Java virtual machine maps, always there, and changes all the time.
+_COUNTERS = re.compile(r"/tmp/hsperfdata_[^/]+/[0-9]+$")  # noqa: S108
 _BLOCK = 4 << 20
 #: Extended attributes that are kept (xattr(7)); Linux and its security modules set the others themselves.
 _OF_PROGRAMS = "user.", "system.posix_acl_access"
@@ -139,7 +139,7 @@ def of_image(image: Image) -> dict[str, KeptFile]:
 
 def is_memory(path: str) -> bool:
     """Return whether a file is memory of the processes that map it, and no file of the user's."""
-    return path.startswith(SHARED_MEMORY) or _COUNTERS.search(path) is not None
+    return path.startswith(SHARED_MEMORY) or _COUNTERS.match(path) is not None
 
 
 def differs(path: str, file: KeptFile) -> bool:

@@ -244,13 +244,14 @@ class Saved:
     """Facts of a kernel from its suspend, for its image and its resume.
 
     ``report``: the agent's.  ``device_bytes``: by GPU UUID.  ``node_gpus``: UUIDs of all GPUs of the node.  ``cuda``:
-    whether there is CUDA state to resume.
+    whether there is CUDA state to resume.  ``pids``: whose bytes are counted, by host pid; None if that is not known.
     """
 
     report: dict[str, Any] = field(default_factory=dict)
     device_bytes: dict[str, int] = field(default_factory=dict)
     node_gpus: list[str] = field(default_factory=list)
     cuda: bool = False
+    pids: frozenset[int] | None = None
 
 
 @dataclass

@@ -64,13 +64,19 @@ def inherited_files(kernel: KernelState, using: Collection[int]) -> dict[int, li
     The driver opens files anew when a process is resumed: those that a child had inherited before are known from the
     last suspend, and so are those of its own children.
     """
-    cuda, owners = kernel.engine.cuda, [*using, *kernel.inherited]
 
     def of(pid: int) -> list[str]:
-        held = cuda.device_files(pid) if pid not in using else []
-        return held if held and cuda.has_inherited_all(pid, owners) else []
+        held = kernel.engine.cuda.device_files(pid) if pid not in using else []
+        is_known = set(held) <= set(kernel.inherited.get(pid, ()))
+        return held if held and (is_known or inherits(kernel, pid, using)) else []
 
     return {pid: held for pid in _all(kernel) if (held := _unless_ended(kernel, pid, of))}
+
+
+def inherits(kernel: KernelState, pid: int, using: Iterable[int]) -> bool:
+    """Return whether all device files of a process are those of others: ``using`` CUDA, or that have inherited them."""
+    owners = [owner for owner in (*using, *kernel.inherited) if owner != pid]
+    return kernel.engine.cuda.has_inherited_all(pid, owners)
 
 
 def note_new_forks(kernel: KernelState) -> None:
@@ -102,21 +108,21 @@ def is_beginning(kernel: KernelState, pid: int) -> bool:
     cuda = kernel.engine.cuda
     if not cuda.uses_cuda(pid) or set(held := cuda.device_files(pid)) <= set(kernel.inherited.get(pid, ())) or not held:
         return False
-    return cuda.state(pid) is CudaState.NONE and not cuda.has_inherited_all(pid, [*states(kernel), *kernel.inherited])
+    return cuda.state(pid) is CudaState.NONE and not inherits(kernel, pid, states(kernel))
 
 
-def some_begin(kernel: KernelState) -> bool:
-    """Return whether a child of the kernel may be beginning to use CUDA (`is_beginning`).  Raises `CudaError`."""
-    others = kernel.require_capsule().other_processes()
-    return any(_unless_ended(kernel, pid, lambda pid: is_beginning(kernel, pid)) for pid in others)
+def beginning(kernel: KernelState) -> list[int]:
+    """Return the children of the kernel that may be beginning to use CUDA (`is_beginning`).  Raises `CudaError`."""
+    others = [pid for pid in kernel.require_capsule().other_processes() if pid not in kernel.without_cuda]
+    return [pid for pid in others if _unless_ended(kernel, pid, lambda pid: is_beginning(kernel, pid))]
 
 
-def unlock(kernel: KernelState, pids: Iterable[int]) -> list[int]:
-    """Have those of some children of the kernel run that the driver has locked and not suspended; return them."""
+def unlock_children(kernel: KernelState) -> list[int]:
+    """Have the children of the kernel run that the driver has locked and not suspended; return them."""
     capsule, found, done = kernel.require_capsule(), states(kernel), list[int]()
-    for pid in pids:
-        with suppress(GpuCkptError):  # a resume of the kernel does it
-            if found.get(pid) is CudaState.LOCKED:
+    for pid in found:
+        if found[pid] is CudaState.LOCKED and pid != capsule.host_pid:
+            with suppress(GpuCkptError):  # a resume of the kernel does it
                 kernel.fast_path(pid=pid).swap_in(lock_s=kernel.settings.cuda, timeout_s=kernel.deadline(0))
                 capsule.unfreeze_threads(child=pid)
                 done.append(pid)

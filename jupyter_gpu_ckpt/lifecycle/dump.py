@@ -147,11 +147,15 @@ def dump(attempt: Attempt) -> None:
 
 def _suspend_warm(kernel: KernelState) -> None:
     """Suspend the CUDA context that a warm kernel still has on the GPU: CRIU cannot dump it."""
-    states = cuda_processes.states(kernel)
+    states, own = cuda_processes.states(kernel), kernel.require_capsule().host_pid
+    if any(state is CudaState.RUNNING and pid != own for pid, state in states.items()):  # one has begun just now
+        suspend_late(kernel)
+        _note_inherited_files(kernel)
+        states = cuda_processes.states(kernel)
     if CudaState.RUNNING in states.values():  # after a wake that failed half-way, which only another one repairs
         raise errors.CudaError("The kernel is on the GPU, and was to be off it.", hint="Run a cell, and try again.")
     deadline = kernel.deadline(sum(kernel.saved.device_bytes.values()))
-    locked, own = [pid for pid in states if states[pid] is CudaState.LOCKED], kernel.require_capsule().host_pid
+    locked = [pid for pid in states if states[pid] is CudaState.LOCKED]
     cuda_processes.keep_from_driver(kernel, locked)
     cuda_processes.checkpoint(kernel, [pid for pid in locked if pid != own], deadline)
     if own in locked:
@@ -541,7 +545,10 @@ def _manifest(attempt: Attempt) -> Manifest:
         boottime=clocks.boottime,
         runtime_dir=str(home.inner_dir),
         criu_version=engine.criu_version,
-        **vars(saved),
+        report=saved.report,
+        device_bytes=saved.device_bytes,
+        node_gpus=saved.node_gpus,
+        cuda=saved.cuda,
         generation=engine.store.generations.next_generation(home.kernel_id, kernel.generation),
         fingerprint=attempt.fingerprint | {"sockets": _sockets(attempt)},
         notes=attempt.notes,

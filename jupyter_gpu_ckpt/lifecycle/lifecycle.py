@@ -78,6 +78,7 @@ class Lifecycle:
             self.kernel.saved, self.kernel.restored_on_gpu, self.kernel.disconnected = Saved(), False, False
             self.kernel.lasting_refusal = self.kernel.refused_checkpoint = None
             self.kernel.serves_off_gpu = False
+            self.kernel.inherited, self.kernel.without_cuda = {}, set()
             advance(self.kernel, plans.ProcessEvent.LAUNCHED)
 
     def attach(self, *, capsule: Capsule | None = None, image: Image | None = None) -> None:

@@ -234,6 +234,7 @@ def _criu_restore(attempt: Attempt) -> None:
     else:
         attempt.traced.parts["criu"] = restored.seconds  # before this step, of processes that were restored ahead
         kernel.capsule, attempt.alone = capsule, alone
+        kernel.inherited, kernel.without_cuda = {}, set()  # of other processes
         attempt.changed_settings = restored.changed
     finally:
         attempt.restoring = None

@@ -66,7 +66,9 @@ def _reservation(attempt: Attempt) -> AbstractContextManager[None]:
 def _needs(attempt: Attempt) -> dict[str, int]:
     """Return the bytes that the kernel needs on each GPU of this node."""
     kernel, mapping = attempt.kernel, attempt.gpu_mapping or {}
-    used = kernel.engine.gpus.used_by(*cuda_processes.candidates(kernel)) if kernel.capsule is not None else {}
+    counted = kernel.saved.pids
+    there = cuda_processes.candidates(kernel) if kernel.capsule is not None else []
+    used = kernel.engine.gpus.used_by(*[pid for pid in there if counted is None or pid in counted])
     return {
         mapping.get(uuid, uuid): max(0, bytes - used.get(uuid, 0))  # a warm one still has its context there
         for uuid, bytes in kernel.saved.device_bytes.items()

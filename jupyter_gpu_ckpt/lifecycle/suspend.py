@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from ..image import chunk_cache
 from ..image.background_task import beside
 from ..process import descriptors
 from . import cuda_processes, host_copies, host_memory, preflight, restore
-from .context import Attempt, KernelState, PartlyDone, Saved
+from .context import Attempt, KernelState, PartlyDone, Reason, Saved
 from .plans import State
 from .preflight import PreflightFinding
 
@@ -162,7 +163,7 @@ def why_not(kernel: KernelState, *, writes: bool, suspended: bool = False) -> Ca
     """
     cuda = kernel.engine.cuda
     tree = set(kernel.require_capsule().processes())
-    using: list[int] = []
+    using, end = list[int](), time.monotonic() + _BEGINS
 
     def reason(pid: int) -> str:
         try:
@@ -170,9 +171,10 @@ def why_not(kernel: KernelState, *, writes: bool, suspended: bool = False) -> Ca
                 known = set(held) <= set(kernel.inherited.get(pid, ()))
                 if not known and not suspended:
                     using[:] = using or cuda_processes.states(kernel)
-                    known = cuda.has_inherited_all(pid, [*using, *kernel.inherited]) or (
-                        pid not in kernel.without_cuda and _has_begun(kernel, pid)
-                    )
+                    known = cuda_processes.inherits(kernel, pid, using)
+                    if not known and pid not in kernel.without_cuda:
+                        known = _has_begun(kernel, pid, end)
+                        using.clear()
                 if not known:
                     return "it has open device files of the GPU"
         except errors.CudaError as error:
@@ -188,14 +190,17 @@ def why_not(kernel: KernelState, *, writes: bool, suspended: bool = False) -> Ca
     return reason
 
 
-def _has_begun(kernel: KernelState, pid: int) -> bool:
-    """Wait for a child that may be beginning to use CUDA; return whether a suspend takes it along, or need not."""
-    cuda, end = kernel.engine.cuda, time.monotonic() + _BEGINS
-    while (begins := cuda_processes.is_beginning(kernel, pid)) and time.monotonic() < end:
-        time.sleep(0.05)
-    if begins:
-        kernel.without_cuda.add(pid)
-    return not begins and (cuda.state(pid) is not CudaState.NONE or not cuda.device_files(pid))
+def _has_begun(kernel: KernelState, pid: int, end: float) -> bool:
+    """Wait until ``end`` for a child that may be beginning to use CUDA; return whether it keeps nothing from the disk.
+
+    It uses CUDA then, has no device files any more, or only such as it has inherited of one that has just begun.
+    """
+    while cuda_processes.is_beginning(kernel, pid):
+        if time.monotonic() > end or kernel.cancellation.wait(0.05, Reason.DETACH):
+            kernel.without_cuda.add(pid)
+            return False
+    cuda, using = kernel.engine.cuda, cuda_processes.states(kernel)
+    return pid in using or not cuda.device_files(pid) or cuda_processes.inherits(kernel, pid, using)
 
 
 def _spillable(kernel: KernelState) -> int:
@@ -316,7 +321,7 @@ def cuda_suspend(attempt: Attempt) -> None:
             refuse_device_files(kernel)
         if not using:
             return
-        saved.device_bytes = gpus.used_by(*using)
+        saved.device_bytes, saved.pids = gpus.used_by(*using), frozenset(using)
         saved.node_gpus = [gpu.uuid for gpu in gpus.list()]
         kernel.serves_off_gpu = attempt.goal is State.OFF_GPU
     try:
@@ -335,6 +340,7 @@ def cuda_suspend(attempt: Attempt) -> None:
             unlockable = error
         else:
             saved.device_bytes = gpus.used_by(*locked)  # one may have begun, or ended, meanwhile
+            saved.pids = frozenset(locked)
         attempt.traced.bytes = total = sum(saved.device_bytes.values())
         deadline = kernel.deadline(total)
         choose = functools.partial(host_memory.choose_directory, kernel, capsule, all=total)
@@ -365,9 +371,9 @@ def cuda_suspend(attempt: Attempt) -> None:
         # For good, and before the driver suspends: some calls do not wait at its lock, and then end the process.
         with part("freeze"):
             cuda_processes.close_launch_gates(kernel, locked)
-            off_gpu_only = attempt.goal in (State.SUSPENDED, State.OFF_GPU)
+            writes = attempt.goal not in (State.SUSPENDED, State.OFF_GPU)
             suspended = [each for each in locked if each != pid or not warm]
-            cuda_processes.keep_from_driver(kernel, suspended, from_forking=not off_gpu_only)
+            cuda_processes.keep_from_driver(kernel, suspended, from_forking=writes)
             # Not before: a process that runs forks others, and once the driver has closed its files, those of its forks
             # cannot be distinguished from files of their own.
             kernel.inherited = cuda_processes.inherited_files(kernel, locked)
@@ -397,40 +403,59 @@ def cuda_suspend(attempt: Attempt) -> None:
 def suspend_late(kernel: KernelState) -> None:
     """Suspend the children of a suspended kernel that began to use CUDA while the others were locked, or since.
 
-    For one that is beginning to use it, it waits.  *After failure* some may be suspended: a resume of the kernel brings
-    all back.  Raises as `cuda_processes.lock`, `KernelBusy`, `NoMemory`.
+    For one that is beginning to use it, it waits.  Not of a kernel that serves cells off the GPU: nothing would bring
+    them back there.  *After failure* some may be suspended, and none is locked, as far as the driver answers; a resume
+    of the kernel brings all back.  Raises as `cuda_processes.lock` and `cuda_processes.checkpoint`, `KernelBusy`,
+    `NoMemory`.
     """
-    saved, gpus, own, end = (
-        kernel.saved,
-        kernel.engine.gpus,
-        kernel.require_capsule().host_pid,
-        time.monotonic() + _BEGINS,
-    )
+    if kernel.serves_off_gpu:
+        return
+    saved, own, end = kernel.saved, kernel.require_capsule().host_pid, time.monotonic() + _BEGINS
+    cuda_processes.unlock_children(kernel)  # of a try that failed before
     for _ in range(_LATE_ROUNDS):
         while True:
+            begin = cuda_processes.beginning(kernel)  # before: one that has begun since is among those with a state
             states = cuda_processes.states(kernel)
             late = [pid for pid, state in states.items() if state is CudaState.RUNNING and pid != own]
-            if late or time.monotonic() > end or not cuda_processes.some_begin(kernel):
+            if late or not begin:
                 break
-            time.sleep(0.02)
+            if time.monotonic() > end or kernel.cancellation.wait(0.02, Reason.DETACH):
+                kernel.without_cuda.update(begin)
+                break
         if not late:
             return
-        saved.cuda, saved.node_gpus = True, saved.node_gpus or [gpu.uuid for gpu in gpus.list()]
-        locked = cuda_processes.lock(kernel, but=[pid for pid in states if pid not in late])
-        used = [(pid, uuid, bytes) for pid in locked for uuid, bytes in gpus.used_by(pid).items()]
-        for _, uuid, bytes in used:
-            saved.device_bytes[uuid] = saved.device_bytes.get(uuid, 0) + bytes
+        used: dict[int, dict[str, int]] = {}
         try:
-            host_memory.require_memory(total := sum(bytes for *_, bytes in used))
-            cuda_processes.close_launch_gates(kernel, locked)
-            cuda_processes.keep_from_driver(kernel, locked, from_forking=True)
-            kernel.inherited |= cuda_processes.inherited_files(kernel, locked)
-            cuda_processes.checkpoint(kernel, locked, kernel.deadline(total))
+            locked = cuda_processes.lock(kernel, but=[pid for pid in states if pid not in late])
+            used = {pid: kernel.engine.gpus.used_by(pid) for pid in locked}
+            _count(saved, used)
+            _suspend_children(kernel, locked)
         except BaseException:
-            unlocked = cuda_processes.unlock(kernel, locked)
-            for pid, uuid, bytes in used:
-                saved.device_bytes[uuid] -= bytes if pid in unlocked else 0
+            with contextlib.suppress(GpuCkptError):
+                _count(saved, {pid: used.get(pid, {}) for pid in cuda_processes.unlock_children(kernel)}, -1)
             raise
+
+
+def _count(saved: Saved, used: Mapping[int, Mapping[str, int]], sign: int = 1) -> None:
+    """Add the bytes that processes have on GPUs to those that the kernel needs again, or subtract them."""
+    total = dict(saved.device_bytes)  # others have the old one
+    for uuid, bytes in itertools.chain.from_iterable(each.items() for each in used.values()):
+        total[uuid] = total.get(uuid, 0) + sign * bytes
+    saved.device_bytes = {uuid: bytes for uuid, bytes in total.items() if bytes}
+    if saved.pids is not None:
+        saved.pids = saved.pids.union(used) if sign > 0 else saved.pids.difference(used)
+
+
+def _suspend_children(kernel: KernelState, locked: list[int]) -> None:
+    """Suspend locked children of a suspended kernel; their memory is counted."""
+    saved, total = kernel.saved, sum(kernel.engine.gpus.used_by(*locked).values())
+    host_memory.require_memory(total)
+    saved.cuda, saved.node_gpus = True, saved.node_gpus or [gpu.uuid for gpu in kernel.engine.gpus.list()]
+    cuda_processes.close_launch_gates(kernel, locked)
+    cuda_processes.keep_from_driver(kernel, locked, from_forking=True)
+    new = cuda_processes.inherited_files(kernel, locked)
+    kernel.inherited = {**new, **kernel.inherited}  # one that was noted may have opened others of its own since
+    cuda_processes.checkpoint(kernel, locked, kernel.deadline(total))
 
 
 def _choose_for_others(kernel: KernelState, choose: ChooseDirectory, all: int, bytes: int, kept: int) -> Path | None:

@@ -44,7 +44,8 @@ class FakeProcess:
     them, if they are of one GPU, the process has moved to host memory itself, by its library.
 
     ``mps``: it uses its GPUs by the multi-process service.  ``profiled``: a profiler was used in it.  ``nccl``: it
-    communicates by NCCL.  ``device_files``: what it has open of a GPU without CUDA state, ``inherited`` or of its own.
+    communicates by NCCL.  ``device_files``: what it has open of a GPU without CUDA state, ``inherited`` or of its own;
+    ``parent``: from whom, if not from any that has them.
     ``closed``: how often the driver has closed its device files, which a process that inherits them does not notice.
 
     ``beginning``: it has loaded the driver and opened device files, and has no CUDA state yet.
@@ -67,6 +68,7 @@ class FakeProcess:
     nccl: bool = False
     device_files: set[str] = field(default_factory=set)
     inherited: bool = False
+    parent: FakeProcess | None = None
     closed: int = 0
     ruined: bool = False
     refused_before: bool = False
@@ -294,6 +296,8 @@ class FakeCuda(Cuda):
         process, owners = self.driver.processes[pid], [*owners]
 
         def has_same(owner: FakeProcess) -> bool:
+            if process.parent not in (None, owner, owner.parent):
+                return False
             also_inherited = owner.inherited and owner.device_files >= process.device_files
             return owner.closed == process.closed and (owner.on_gpu or also_inherited)
 

@@ -28,7 +28,7 @@ from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.cuda.checkpoint_api import DriverRefused
 from jupyter_gpu_ckpt.cuda.cuda import INVALID_VALUE
 from jupyter_gpu_ckpt.cuda.fastpath import Amounts, FastPath
-from jupyter_gpu_ckpt.errors import CriuError
+from jupyter_gpu_ckpt.errors import CriuError, GpuCkptError, HelperGone
 from jupyter_gpu_ckpt.image.draft import Draft
 from jupyter_gpu_ckpt.lifecycle import cuda_processes, dump, host_memory, suspend
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
@@ -207,6 +207,21 @@ def test_a_child_that_begins_to_use_cuda_after_the_suspend_goes_along(family):
     family.cycle()
 
 
+def test_a_child_that_begins_to_use_cuda_after_the_connections_are_closed_goes_along(family, monkeypatch):
+    real = dump._require_fit
+
+    def begins(kernel):
+        real(kernel)
+        if not family.fakes[COMMANDS[2]].cuda:
+            family.begin(COMMANDS[2], {B: 5 * MIB})
+
+    monkeypatch.setattr(dump, "_require_fit", begins)
+    family.lifecycle.checkpoint()
+    assert family.lifecycle.kernel.saved.device_bytes == {A: 80 * MIB, B: 35 * MIB}
+    family.lifecycle.wake()
+    family.runs_on()
+
+
 def test_a_child_begins_to_use_cuda_just_before_the_dump_of_a_kernel_without(family):
     """The kernel comes back with it, and where the dump fails, too."""
     for command in COMMANDS[:2]:
@@ -256,7 +271,7 @@ def test_a_child_that_is_beginning_to_use_cuda_is_waited_for(family, monkeypatch
     if becomes == "nothing":
         assert "sleep 1003" in family.fails("checkpoint", "CHILD_PROCESSES").message
         if step == "preflight":
-            monkeypatch.setattr(suspend.time, "sleep", None)  # it is not waited for again
+            monkeypatch.setattr(suspend, "_has_begun", None)  # it is not waited for again
             assert "sleep 1003" in family.fails("checkpoint", "CHILD_PROCESSES").message
             monkeypatch.undo()
         fake.cuda = fake.beginning = False
@@ -265,6 +280,115 @@ def test_a_child_that_is_beginning_to_use_cuda_is_waited_for(family, monkeypatch
         family.lifecycle.wake()
     family.runs_on()
     family.cycle()
+
+
+def test_a_child_that_has_begun_between_two_looks_is_among_the_late_ones(family, monkeypatch):
+    fake = family.fakes[COMMANDS[2]]
+    family.lifecycle.suspend()
+    fake.cuda, fake.memory, fake.beginning = True, {B: 5 * MIB}, True
+    real = cuda_processes.states
+
+    def begins(*args):
+        found = real(*args)
+        fake.beginning = False
+        return found
+
+    monkeypatch.setattr(cuda_processes, "states", begins)
+    family.lifecycle.checkpoint()
+    family.lifecycle.wake()
+    family.runs_on()
+
+
+def test_a_fork_of_a_child_that_is_beginning_is_known_by_what_it_has_inherited(family, monkeypatch):
+    parent, fork = family.fakes[COMMANDS[1]], family.fakes[COMMANDS[2]]
+    parent.beginning = True
+    fork.device_files, fork.inherited, fork.parent = {"/dev/nvidiactl", "/dev/nvidia0"}, True, parent
+    threading.Timer(0.2, lambda: setattr(parent, "beginning", False)).start()
+    family.lifecycle.checkpoint()
+    fork.device_files = set()
+    family.lifecycle.wake()
+    family.runs_on()
+
+
+def test_what_a_noted_child_has_opened_itself_is_not_taken_from_it_for_a_late_one(family):
+    late, noted = family.fakes[COMMANDS[0]], family.fakes[COMMANDS[2]]
+    late.cuda, late.memory = False, {}
+    noted.device_files, noted.inherited = {"/dev/nvidiactl"}, True
+    family.lifecycle.suspend()
+    noted.device_files = {"/dev/nvidiactl", "/dev/nvidia-caps/own"}
+    assert "sleep 1003" in family.fails("checkpoint", "CHILD_PROCESSES").message
+    late.cuda, late.memory = True, {A: 20 * MIB}
+    assert "sleep 1003" in family.fails("checkpoint", "CHILD_PROCESSES").message
+    assert [*family.lifecycle.kernel.inherited.values()] == [["/dev/nvidiactl"]]
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_memory_of_a_late_child_is_not_taken_for_that_which_the_kernel_needs(family, checkpoints):
+    """Else the restore of a process finds too little, which destroys it."""
+    family.lifecycle.suspend()
+    family.begin(COMMANDS[2], {B: 5 * MIB})
+    if checkpoints:
+        family.driver.refuse["cuda.checkpoint"] = INVALID_VALUE
+        family.fails("checkpoint", "CUDA_FAILED")
+        del family.driver.refuse["cuda.checkpoint"]
+    other = family.driver.start({B: family.driver.free(B) - 27 * MIB})
+    family.fails("resume", "GPU_FULL")
+    family.driver.remove(other)
+    family.lifecycle.resume()
+    family.runs_on()
+
+
+@pytest.mark.parametrize("fails", ["nvml.users", "cuda.state", "cuda.lock"])
+def test_a_late_child_is_taken_up_again_whatever_failed(family, monkeypatch, fails):
+    """The helper ends: after the lock, as what it has locked is to be unlocked, or with the answer of a lock."""
+    family.lifecycle.suspend()
+    family.begin(COMMANDS[2], {B: 5 * MIB})
+    call, failed = family.driver.call, list[str]()
+
+    def breaks(op: str, **args):
+        locked = family.fakes[COMMANDS[2]].state == LOCKED
+        if op == fails == "cuda.lock" and not failed:
+            call(op, **args)
+            locked = True
+        if (op == fails and locked and not failed) or (op == "cuda.unlock" and failed and fails == "cuda.lock"):
+            failed.append(op)
+            raise HelperGone("It has ended.")
+        return call(op, **args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(family.driver, "call", breaks)
+        with pytest.raises(GpuCkptError):
+            family.lifecycle.checkpoint()
+    assert failed
+    family.lifecycle.checkpoint()
+    assert family.lifecycle.kernel.saved.device_bytes == {A: 80 * MIB, B: 35 * MIB}
+    family.lifecycle.wake()
+    family.runs_on()
+
+
+def test_children_of_a_kernel_that_serves_off_the_gpu_are_left_where_they_are(family, monkeypatch):
+    """Nothing would bring them back: the kernel runs cells."""
+    monkeypatch.setattr(FastPath, "launch_gate_is_closed", lambda _: True)
+    for command in COMMANDS[:2]:
+        family.fakes[command].cuda, family.fakes[command].memory = False, {}
+    family.lifecycle.yield_gpu()
+    family.begin(COMMANDS[2], {B: 5 * MIB})
+    family.fails("checkpoint", "CHILD_PROCESSES")
+    assert family.lifecycle.state is State.OFF_GPU
+    assert family.fakes[COMMANDS[2]].state == RUNNING
+    assert "t" not in set().union(*(states(pid) for pid in family.pids().values()))
+
+
+def test_several_children_without_cuda_are_waited_for_together(family, monkeypatch):
+    monkeypatch.setattr(suspend, "_BEGINS", 0.5)
+    for command in COMMANDS:
+        fake = family.fakes[command]
+        fake.memory, fake.beginning = {}, True
+        fake.cuda = True
+    began = time.monotonic()
+    family.fails("checkpoint", "CHILD_PROCESSES")
+    assert len(family.lifecycle.kernel.without_cuda) == 3
+    assert time.monotonic() - began < 3 * 0.5
 
 
 @pytest.mark.parametrize("first", ["checkpoint", "suspend", "suspend by an owner that is gone"])

@@ -694,8 +694,12 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         return [self.host_pid, *(pid for pid in _with_descendants([root]) if pid not in (root, self.host_pid))]
 
     def other_processes(self) -> list[int]:
-        """Host pids of all processes in the capsule but the kernel and its root process."""
+        """Host pids of all processes in the capsule but the kernel and its root process.
+
+        Nor what its init forks for a moment, to ask file systems that may not answer.
+        """
         top = procfs.children(self._init_pid) if self._init_fd >= 0 else []
+        top = [pid for pid in top if not _is_fork(pid, self._init_pid)]
         root = self.root() if self.host_pid else 0
         return [pid for pid in _with_descendants(top) if pid not in (root, self.host_pid)]
 
@@ -710,6 +714,13 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         except procfs.GONE:
             return self.host_pid
         return parent if _inner_pid(parent) > 1 else self.host_pid
+
+
+def _is_fork(pid: int, of: int) -> bool:
+    """Return whether a child of the process ``of`` runs the same program still."""
+    with contextlib.suppress(*procfs.GONE):
+        return procfs.arguments(pid) == procfs.arguments(of)
+    return False
 
 
 def _end(outer: subprocess.Popen[bytes]) -> None:

@@ -293,6 +293,7 @@ class FakeCuda(Cuda):
         return sorted(files | ({"/dev/nvidia-uvm"} if process.on_gpu else set()))
 
     def has_inherited_all(self, pid: int, owners: Iterable[int]) -> bool:
+        self._read(pid, "status")
         process, owners = self.driver.processes[pid], [*owners]
 
         def has_same(owner: FakeProcess) -> bool:

@@ -363,6 +363,29 @@ def test_a_file_that_both_write_to_keeps_what_each_wrote(directory):
     assert (directory / "raw").read_bytes() == b"owner 1\nkernel\nowner 2\n"
 
 
+FORKS = """
+import os, subprocess, time
+orphan = subprocess.Popen(["sleep", "1000"])
+own = os.fork()
+if own: print(orphan.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_what_the_init_forks_for_itself_is_no_process_of_the_capsule(capsule, monkeypatch):
+    """A checkpoint at such a moment was refused: the parent of that process had ended, it seemed."""
+    sleeper(capsule)
+    with subprocess.Popen([sys.executable, "-c", FORKS], stdout=subprocess.PIPE) as init:
+        orphan = int(init.stdout.readline())
+        monkeypatch.setattr(capsule, "_init_pid", init.pid)
+        try:
+            assert len(procfs.children(init.pid)) == 2
+            assert capsule.other_processes() == [orphan]
+        finally:
+            for pid in [*procfs.children(init.pid), init.pid]:
+                os.kill(pid, signal.SIGKILL)
+
+
 # -- the end
 
 

@@ -37,9 +37,9 @@ def family(criu_binary, tmp_path, programs, doubles, monkeypatch):
     family = Family(criu_binary, tmp_path, base, programs, doubles, driver=FakeDriver({A: 200 * MIB}))
 
     class Accounting(fastpath.FastPath):
-        def freeze_for_driver(self):
+        def freeze_for_driver(self, **how):
             family.held()
-            super().freeze_for_driver()
+            super().freeze_for_driver(**how)
 
         def swap_in(self, **limits):
             try:

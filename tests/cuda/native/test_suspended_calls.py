@@ -332,11 +332,11 @@ def never_safe(kernel: Stormy, of: str, monkeypatch) -> None:
     program = kernel.program if of == "kernel" else kernel.child
     freeze = fastpath.FastPath.freeze_for_driver
 
-    def freeze_for_driver(path: fastpath.FastPath) -> None:
+    def freeze_for_driver(path: fastpath.FastPath, **how: bool) -> None:
         is_its = (path._child is None) is (of == "kernel")
         with monkeypatch.context() as patch:  # the other one's threads are frozen on a busy machine, too
             patch.setattr(fastpath, "FREEZE_SECONDS", 0.5 if is_its else 60)
-            freeze(path)
+            freeze(path, **how)
 
     monkeypatch.setattr(fastpath.FastPath, "freeze_for_driver", freeze_for_driver)
     program.ask(f"exec({NEVER_SAFE!r}, globals())")

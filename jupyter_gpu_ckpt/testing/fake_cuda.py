@@ -306,6 +306,7 @@ class FakeCuda(Cuda):
         return pid in owners or (process.inherited and any(map(has_same, living)))
 
     def communicates_by_nccl(self, pid: int) -> bool:
+        self._read(pid, "status")
         return self.driver.processes[pid].nccl
 
     def _read(self, pid: int, name: str) -> str:

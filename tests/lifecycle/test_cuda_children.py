@@ -367,7 +367,7 @@ def test_a_late_child_is_taken_up_again_whatever_failed(family, monkeypatch, fai
 
 
 def test_children_of_a_kernel_that_serves_off_the_gpu_are_left_where_they_are(family, monkeypatch):
-    """Nothing would bring them back: the kernel runs cells."""
+    """The kernel runs cells, and nothing would bring them back."""
     monkeypatch.setattr(FastPath, "launch_gate_is_closed", lambda _: True)
     for command in COMMANDS[:2]:
         family.fakes[command].cuda, family.fakes[command].memory = False, {}

@@ -319,9 +319,10 @@ def cuda_suspend(attempt: Attempt) -> None:
                 raise errors.UnsupportedCuda(message)
         if pid not in using:
             refuse_device_files(kernel)
+        saved.pids = frozenset(using)
         if not using:
             return
-        saved.device_bytes, saved.pids = gpus.used_by(*using), frozenset(using)
+        saved.device_bytes = gpus.used_by(*using)
         saved.node_gpus = [gpu.uuid for gpu in gpus.list()]
         kernel.serves_off_gpu = attempt.goal is State.OFF_GPU
     try:

@@ -338,6 +338,25 @@ def test_memory_of_a_late_child_is_not_taken_for_that_which_the_kernel_needs(fam
     family.runs_on()
 
 
+def test_memory_of_one_late_child_is_not_taken_for_that_of_another(family):
+    """The kernel itself has none, one of them is suspended, and the driver refuses the other."""
+    for command in COMMANDS[:2]:
+        family.fakes[command].cuda, family.fakes[command].memory = False, {}
+    family.fake.cuda, family.fake.memory = False, {}
+    family.lifecycle.suspend()
+    family.begin(COMMANDS[1], {B: 30 * MIB})
+    family.begin(COMMANDS[2], {B: 5 * MIB})
+    family.fakes[COMMANDS[2]].unsupported = True
+    with pytest.raises(GpuCkptError):
+        family.lifecycle.checkpoint()
+    assert [family.fakes[command].state for command in COMMANDS[1:]] == [CHECKPOINTED, RUNNING]
+    other = family.driver.start({B: family.driver.free(B) - 27 * MIB})
+    family.fails("resume", "GPU_FULL")
+    family.driver.remove(other)
+    family.lifecycle.resume()
+    assert [family.fakes[command].state for command in COMMANDS[1:]] == [RUNNING, RUNNING]
+
+
 @pytest.mark.parametrize("fails", ["nvml.users", "cuda.state", "cuda.lock"])
 def test_a_late_child_is_taken_up_again_whatever_failed(family, monkeypatch, fails):
     """The helper ends: after the lock, as what it has locked is to be unlocked, or with the answer of a lock."""

@@ -428,8 +428,9 @@ def test_a_connection_whose_addresses_are_taken_gets_others(home, criu):
         criu.dump(capsule, home / "image", timeout=60)
         notes = capsule.inspect()["notes"]
         connections.abort_at_end(capsule.processes())
-    # Linux ends the killed processes' sockets in its own time, and any process here may be given a port for a moment.
-    other = waiting.until(lambda: listening(port), f"port {port} is free", 60)
+    # Linux ends the killed processes' sockets in its own time, and any process here may be given a port for a moment,
+    # whose connection then keeps it for a minute (TIME_WAIT).
+    other = waiting.until(lambda: listening(port), f"port {port} is free", 150)
     with other, Capsule.create(home) as capsule:
         criu.restore(capsule, home / "image", pid=inner, pipes=pipes, timeout=60, notes=notes)
         assert asked(subject, f"answer = both(a, child), a.getpeername()[1] == {port}") == repr(

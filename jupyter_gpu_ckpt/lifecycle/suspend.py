@@ -430,7 +430,7 @@ def suspend_late(kernel: KernelState) -> None:
             locked = cuda_processes.lock(kernel, but=[pid for pid in states if pid not in late])
             used = {pid: kernel.engine.gpus.used_by(pid) for pid in locked}
             _count(saved, used)
-            _suspend_children(kernel, locked)
+            _suspend_children(kernel, locked, sum(bytes for each in used.values() for bytes in each.values()))
         except BaseException:
             with contextlib.suppress(GpuCkptError):
                 _count(saved, {pid: used.get(pid, {}) for pid in cuda_processes.unlock_children(kernel)}, -1)
@@ -447,16 +447,16 @@ def _count(saved: Saved, used: Mapping[int, Mapping[str, int]], sign: int = 1) -
         saved.pids = saved.pids.union(used) if sign > 0 else saved.pids.difference(used)
 
 
-def _suspend_children(kernel: KernelState, locked: list[int]) -> None:
-    """Suspend locked children of a suspended kernel; their memory is counted."""
-    saved, total = kernel.saved, sum(kernel.engine.gpus.used_by(*locked).values())
-    host_memory.require_memory(total)
+def _suspend_children(kernel: KernelState, locked: list[int], bytes: int) -> None:
+    """Suspend locked children of a suspended kernel, with so many bytes on GPUs, which are counted."""
+    saved = kernel.saved
+    host_memory.require_memory(bytes)
     saved.cuda, saved.node_gpus = True, saved.node_gpus or [gpu.uuid for gpu in kernel.engine.gpus.list()]
     cuda_processes.close_launch_gates(kernel, locked)
     cuda_processes.keep_from_driver(kernel, locked, from_forking=True)
     new = cuda_processes.inherited_files(kernel, locked)
     kernel.inherited = {**new, **kernel.inherited}  # one that was noted may have opened others of its own since
-    cuda_processes.checkpoint(kernel, locked, kernel.deadline(total))
+    cuda_processes.checkpoint(kernel, locked, kernel.deadline(bytes))
 
 
 def _choose_for_others(kernel: KernelState, choose: ChooseDirectory, all: int, bytes: int, kept: int) -> Path | None:

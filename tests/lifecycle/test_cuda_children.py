@@ -76,6 +76,11 @@ class Family(Rig):
         fake = self.fakes[command]
         fake.cuda, fake.memory = True, memory
 
+    @staticmethod
+    def use_no_cuda(*fakes: FakeProcess) -> None:
+        for fake in fakes:
+            fake.cuda, fake.memory = False, {}
+
     def kill(self, command: tuple[str, ...]) -> None:
         pid = self.pids()[command]
         os.kill(pid, signal.SIGKILL)
@@ -224,9 +229,7 @@ def test_a_child_that_begins_to_use_cuda_after_the_connections_are_closed_goes_a
 
 def test_a_child_begins_to_use_cuda_just_before_the_dump_of_a_kernel_without(family):
     """The kernel comes back with it, and where the dump fails, too."""
-    for command in COMMANDS[:2]:
-        family.fakes[command].cuda, family.fakes[command].memory = False, {}
-    family.fake.cuda, family.fake.memory = False, {}
+    family.use_no_cuda(family.fake, *map(family.fakes.get, COMMANDS))
     family.lifecycle.suspend()
     family.begin(COMMANDS[2], {B: 5 * MIB})
     family.driver.refuse["cuda.checkpoint"] = INVALID_VALUE
@@ -340,9 +343,7 @@ def test_memory_of_a_late_child_is_not_taken_for_that_which_the_kernel_needs(fam
 
 def test_memory_of_one_late_child_is_not_taken_for_that_of_another(family):
     """The kernel itself has none, one of them is suspended, and the driver refuses the other."""
-    for command in COMMANDS[:2]:
-        family.fakes[command].cuda, family.fakes[command].memory = False, {}
-    family.fake.cuda, family.fake.memory = False, {}
+    family.use_no_cuda(family.fake, *map(family.fakes.get, COMMANDS))
     family.lifecycle.suspend()
     family.begin(COMMANDS[1], {B: 30 * MIB})
     family.begin(COMMANDS[2], {B: 5 * MIB})
@@ -388,8 +389,7 @@ def test_a_late_child_is_taken_up_again_whatever_failed(family, monkeypatch, fai
 def test_children_of_a_kernel_that_serves_off_the_gpu_are_left_where_they_are(family, monkeypatch):
     """The kernel runs cells, and nothing would bring them back."""
     monkeypatch.setattr(FastPath, "launch_gate_is_closed", lambda _: True)
-    for command in COMMANDS[:2]:
-        family.fakes[command].cuda, family.fakes[command].memory = False, {}
+    family.use_no_cuda(*map(family.fakes.get, COMMANDS))
     family.lifecycle.yield_gpu()
     family.begin(COMMANDS[2], {B: 5 * MIB})
     family.fails("checkpoint", "CHILD_PROCESSES")

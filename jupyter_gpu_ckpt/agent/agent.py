@@ -55,7 +55,7 @@ from .history import History
 from .iopub import IOPub
 from .magics import GpuMagics
 from .server_channel import ServerChannel
-from .sigterm import ignore_sigterm
+from .sigterm import ignore_sigterm, obey_sigterm_if
 from .trackers import Trackers
 
 NAME = "_jupyter_gpu_ckpt_agent"
@@ -99,6 +99,7 @@ class Agent:
         """Called from `load_ipython_extension`."""
         for verb, act in self._verbs.items():
             self._kernel.shell_handlers[f"gpu_ckpt_{verb}_request"] = self._handler(verb, act)
+        obey_sigterm_if(lambda: getattr(self._kernel, "_shutdown_message", None) is not None)
         self.server.register()
         self.magics.register()
         probes.probe([], "trackers", self._trackers.watch, None)

@@ -48,6 +48,8 @@ from .layout import CLAIM, LEASES
 
 #: Seconds after which an untouched lease has expired.
 EXPIRY = 30.0
+#: Seconds to wait for a lease that another has for a moment only: the cold tier, a restore that has just been done.
+MOMENT = 5.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 #: Passes a locked descriptor to a process that keeps it open for as long as the claimed process lives.

@@ -243,16 +243,17 @@ class Store:
         *,
         leased: bool = False,
         moved: bool = False,
+        timeout: float = 0.0,
         before_delete: Callable[[Path], object] = lambda _: None,
     ) -> int:
         """Delete an image; return the bytes freed.
 
         ``leased``: the caller has its lease.  ``moved``: its kernel sleeps on elsewhere.  ``before_delete``: called
         with the directory when it is no image any more, before it is deleted.  Raises `ImageBusy` when a restore uses
-        the image, `ImageNotFound`.
+        the image for more than ``timeout`` seconds, `ImageNotFound`.
         """
         freed = bytes_alone(image)
-        self._delete(image.path, leased, None if moved else image, before_delete)
+        self._delete(image.path, leased, None if moved else image, before_delete, timeout)
         if moved:
             with mapped_errors(self.root):
                 image.unmark_sent()  # what lies in the cold tier may be its new owner's
@@ -262,11 +263,19 @@ class Store:
         """Delete an image whatever its manifest says; return the bytes freed.  Raises as `remove`."""
         path = self._own(id)
         count = _bytes(path)
-        self._delete(path, False, None, lambda _: None)
+        self._delete(path, False, None)
         return count
 
-    def _delete(self, path: Path, leased: bool, ended: Image | None, before_delete: Callable[[Path], object]) -> None:
-        with contextlib.nullcontext() if leased else lease.acquire(path, remove=True), mapped_errors(self.root):
+    def _delete(
+        self,
+        path: Path,
+        leased: bool,
+        ended: Image | None,
+        before_delete: Callable[[Path], object] = lambda _: None,
+        timeout: float = 0.0,
+    ) -> None:
+        right = contextlib.nullcontext() if leased else lease.acquire(path, remove=True, timeout=timeout)
+        with right, mapped_errors(self.root):
             abandoned = ended is not None and not leased and self._is_abandoned(ended)
             # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
             deleted = self.root / f"{layout.DRAFT}{path.name}"

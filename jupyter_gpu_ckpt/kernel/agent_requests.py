@@ -19,6 +19,7 @@ from ..errors import BadRequest, GpuCkptError, LimitReached, StateError
 from ..gate.gate import Gate
 from ..image import save_point
 from ..image.image import Image
+from ..image.lease import MOMENT
 from ..lifecycle import cuda_processes, going_back, host_memory, preflight, suspend
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.rates import RATES
@@ -235,5 +236,6 @@ def compare(lifecycle: Lifecycle, names: Any, present: Any) -> dict[str, Any]:
 
 def delete(lifecycle: Lifecycle, name: str) -> dict[str, Any]:
     """Delete a save point of the kernel."""
-    store = lifecycle.engine.store
-    return {"bytes": store.remove(save_point.find(_save_points(lifecycle), lifecycle.home.kernel_id, name))}
+    point = save_point.find(_save_points(lifecycle), lifecycle.home.kernel_id, name)
+    # The kernel may just have gone back to it: then its restore still has the lease while cells run already.
+    return {"bytes": lifecycle.engine.store.remove(point, timeout=MOMENT)}

@@ -24,6 +24,7 @@ from ..image.completion import PATIENCE, await_abandoned
 from ..image.encryption import Readable
 from ..image.image import Image
 from ..image.kept_files import KeptFile
+from ..image.lease import MOMENT
 from ..image.store import Store
 from ..node.match import require
 from ..node.mismatch import Mismatch
@@ -34,8 +35,6 @@ from .context import FilesChoice, KernelState
 #: Of files, and of what the present kernel may have itself, or the next steps find out.
 _FILES = frozenset({"file_changed", "file_missing", "build"})
 _LATER = frozenset({"device_memory", "memory", "port", "socket"})
-#: Seconds to wait for the lease of a save point that another process reads for a moment.
-_MOMENT = 2.0
 THEN, NOW = "then", "now"
 
 
@@ -60,7 +59,7 @@ def check(kernel: KernelState, point: Image, files: FilesChoice) -> list[str]:
         message = f"Going back needs {size(needed)} in the image directory for a moment."
         raise NoSpace(message, left="the kernel runs on", needed=needed)
 
-    with point.lease(_MOMENT):
+    with point.lease(MOMENT):
         engine.store.begin_check(point).cancel(wait_for_end=True)  # the rest is verified as it is read
         aside = links.set_aside(point.manifest)
         names = {second: path for path, second in aside.items()}

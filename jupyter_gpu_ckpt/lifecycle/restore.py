@@ -27,6 +27,7 @@ from ..errors import (
 from ..image import branch, device_memory, layout, links, shared_chunks
 from ..image.chunk_cache import ChunkCache
 from ..image.encryption import Readable
+from ..image.lease import MOMENT
 from ..image.manifest import Manifest
 from ..image.store import Image
 from ..node import databases
@@ -40,9 +41,6 @@ from . import compatibility, completing, going_back, host_copies, host_memory
 from .capsule_ahead import CapsuleAhead, ProcessesAhead
 from .context import MOVED, Attempt, Home, KernelState, Reason, Saved
 
-#: Seconds to wait for a lease that another process has for a moment only: the cold tier, as it sends the content away.
-_MOMENT = 2.0
-
 
 def match(attempt: Attempt) -> None:
     """Lease the image, fetch its content if it is archived, begin to verify it, and match it with this node."""
@@ -52,7 +50,7 @@ def match(attempt: Attempt) -> None:
         kernel.image = completing.completed(kernel)
     image = store.get(kernel.image.id)
     ahead = kernel.ahead.hand_over(image) if kernel.ahead is not None else None
-    attempt.lease, attempt.verification = ahead or (image.lease(_MOMENT), None)
+    attempt.lease, attempt.verification = ahead or (image.lease(MOMENT), None)
     attempt.resources.callback(_end_lease, attempt)
     if attempt.verification is not None:
         attempt.resources.callback(attempt.verification.cancel, wait_for_end=True)

@@ -23,6 +23,7 @@ from ..errors import (
     ProtocolVersion,
     StateError,
 )
+from ..image.lease import MOMENT
 from ..image.store import Image, Store
 from ..kernel.engine import shared_engine
 from ..kernel.orphans import Session, only_copy
@@ -156,7 +157,7 @@ def remove(store: Store, doomed: Image, *, force: bool) -> int:
     """Delete an image and return the bytes freed; `ImageBusy` for a kernel's only copy without ``force``."""
     if not force and (refusal := only_copy(doomed, "add force=true")) is not None:
         raise refusal
-    return store.remove(doomed)
+    return store.remove(doomed, timeout=MOMENT)
 
 
 def gpus(image_dir: Path) -> list[dict[str, Any]]:

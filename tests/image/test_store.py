@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,17 @@ from jupyter_gpu_ckpt.image.store import Store
 sys.stdin.readline()
 print(Store(Path(sys.argv[1])).sweep())
 """
+
+
+def test_a_removal_waits_for_a_restore_that_has_just_been_done(store):
+    """A kernel runs cells, and may delete the save point that it went back to, just before its restore has ended."""
+    image = publish(store)
+    restore = image.lease()
+    threading.Timer(0.3, restore.release).start()
+    with pytest.raises(ImageBusy):
+        store.remove(image)
+    store.remove(image, timeout=30.0)
+    assert store.images() == []
 
 
 def test_several_sweeps_at_the_same_moment_remove_each_draft_once(store):

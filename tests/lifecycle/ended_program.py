@@ -1,6 +1,7 @@
 """Start kernels, end them, and print the files that each has left in directories for files of a session.
 
-Run in a mount namespace whose ``/tmp`` and ``/dev/shm`` are empty: there every file is of one of these kernels.
+Run with the variables of `VARIABLES` naming directories that do not exist yet, side by side, and in a mount namespace
+whose ``/dev/shm`` is empty: every file there is of one of these kernels.
 """
 
 from __future__ import annotations
@@ -18,12 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from harness import Notebook, notebook
 from jupyter_client.manager import AsyncKernelManager
 
-DIRECTORIES = {
-    "/dev/shm": "memory",
-    "/tmp/temporary": "TMPDIR",
-    "/tmp/run": "XDG_RUNTIME_DIR",
-    "/tmp/jupyter": "runtime",
-}
+VARIABLES = ("TMPDIR", "XDG_RUNTIME_DIR", "JUPYTER_RUNTIME_DIR")
+DIRECTORIES = {"/dev/shm": "memory", **{os.environ[name]: name for name in VARIABLES}}
+#: For files of these programs themselves.
+WORK = Path(os.environ["TMPDIR"]).with_name("work")
 #: Files that a kernel's end removes, by trackers and children that notice it, and one that stays.  Those of finalizers
 #: (``exit-``) are not compared: whether Python exits before jupyter_client kills a kernel with children is chance.
 CELL = """
@@ -48,7 +47,7 @@ class StockNotebook(Notebook):
 @asynccontextmanager
 async def stock():
     manager = AsyncKernelManager(kernel_name="python3")
-    await manager.start_kernel(cwd="/tmp/work")
+    await manager.start_kernel(cwd=str(WORK))
     client = manager.client()
     client.start_channels()
     try:
@@ -77,7 +76,9 @@ def clear() -> None:
 async def main() -> dict[str, list[str]]:
     results = {}
     for kind in ("stock", "awake", "woken", "asleep"):
-        async with stock() if kind == "stock" else notebook(Path("/tmp/work"), Path("/tmp/run/gpu-ckpt")) as kernel:
+        async with (
+            stock() if kind == "stock" else notebook(WORK, Path(os.environ["XDG_RUNTIME_DIR"], "gpu-ckpt")) as kernel
+        ):
             await kernel.run(CELL)
             if kind in ("woken", "asleep"):
                 await kernel.provisioner.checkpoint()
@@ -91,6 +92,6 @@ async def main() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    for path in ("/tmp/work", "/tmp/keys", *[each for each in DIRECTORIES if each != "/dev/shm"]):
+    for path in (WORK, *[os.environ[name] for name in VARIABLES]):
         os.mkdir(path, 0o700)
     print(json.dumps(asyncio.run(main())))

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -129,14 +130,15 @@ async def test_a_stock_kernel_leaves_none_either(tmp_path):
 def files_left(criu_binary):
     """The files that each kernel of `ended_program` has left, by its kind."""
     if os.geteuid() != 0:
-        pytest.skip("only root can mount an empty /tmp and /dev/shm")
-    empty = 'for each in /tmp /dev/shm; do mount -t tmpfs -o mode=1777 none $each || exit; done; exec "$@"'
+        pytest.skip("only root can mount an empty /dev/shm")
+    empty = 'mount -t tmpfs -o mode=1777 none /dev/shm && exec "$@"'
     unshare = ["unshare", "--mount", "--propagation", "private", "sh", "-c", empty, "sh"]
-    places = {"TMPDIR": "temporary", "XDG_RUNTIME_DIR": "run", "JUPYTER_RUNTIME_DIR": "jupyter"}
-    environment = dict(os.environ, **{name: f"/tmp/{place}" for name, place in places.items()})
-    environment |= {"JUPYTER_GPU_CKPT_KEYS": "/tmp/keys", "IPYTHONDIR": "/tmp/work/ipython"}
     program = [sys.executable, str(Path(__file__).with_name("ended_program.py"))]
-    ran = subprocess.run([*unshare, *program], env=environment, capture_output=True, text=True, timeout=300)
+    with tempfile.TemporaryDirectory(prefix="gc-") as directory:  # a short one: sockets have paths in it
+        places = {"TMPDIR": "tmp", "XDG_RUNTIME_DIR": "run", "JUPYTER_RUNTIME_DIR": "jupyter"}
+        places |= {"JUPYTER_GPU_CKPT_KEYS": "keys", "IPYTHONDIR": "work/ipython"}
+        environment = dict(os.environ, **{name: f"{directory}/{place}" for name, place in places.items()})
+        ran = subprocess.run([*unshare, *program], env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 

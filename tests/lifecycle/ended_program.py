@@ -76,9 +76,8 @@ def clear() -> None:
 async def main() -> dict[str, list[str]]:
     results = {}
     for kind in ("stock", "awake", "woken", "asleep"):
-        async with (
-            stock() if kind == "stock" else notebook(WORK, Path(os.environ["XDG_RUNTIME_DIR"], "gpu-ckpt")) as kernel
-        ):
+        started = stock() if kind == "stock" else notebook(WORK, Path(os.environ["XDG_RUNTIME_DIR"], "gpu-ckpt"))
+        async with started as kernel:
             await kernel.run(CELL)
             if kind in ("woken", "asleep"):
                 await kernel.provisioner.checkpoint()

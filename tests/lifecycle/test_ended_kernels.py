@@ -59,6 +59,13 @@ worker = context.Process(target=work, args=(other,), daemon=True)
 worker.start()
 print(json.dumps([f"/dev/shm/{pipe.recv()}"]))
 """
+#: A file and a folder that Python removes at exit.
+MAKE_FOR_EXIT = """
+import json, tempfile
+made, folder = tempfile.NamedTemporaryFile(), tempfile.TemporaryDirectory()
+names = [made.name, folder.name]
+print(json.dumps(names))
+"""
 SHOW, SHOW_OF_CHILD = "print(bytes(block.buf[:5]))", "pipe.send(True); print(pipe.recv())"
 
 
@@ -148,6 +155,18 @@ def test_a_kernel_leaves_the_files_that_a_stock_kernel_leaves(files_left, kind):
     """In /dev/shm, the temporary directory and both runtime directories; ours adds the empty one of its user."""
     assert any("pymp" in path for path in files_left["stock"]), "a stock kernel has ended a child that leaves some"
     assert [path for path in files_left[kind] if path != "XDG_RUNTIME_DIR: gpu-ckpt"] == files_left["stock"]
+
+
+@pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "woken"])
+async def test_a_kernel_without_children_removes_what_python_does_at_exit(kernel, sleeps):
+    """With children it is chance whether Python gets that far, in a stock kernel, too."""
+    made = await make(kernel, MAKE_FOR_EXIT)
+    if sleeps:
+        await kernel.provisioner.checkpoint()
+        assert await kernel.run("print(made.name == names[0])") == "True"
+        await kernel.settled("running")
+    await kernel.manager.shutdown_kernel()
+    assert [path for path in made if path.exists()] == []
 
 
 @pytest.mark.parametrize("end", ENDS)

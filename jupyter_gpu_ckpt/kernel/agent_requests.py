@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..cuda.gpus import Gpu
-from ..errors import BadRequest, GpuCkptError, LimitReached, StateError
+from ..errors import BadRequest, GpuCkptError, ImageBusy, LimitReached, SavePointNotFound, StateError
 from ..gate.gate import Gate
 from ..image import save_point
 from ..image.image import Image
@@ -201,6 +201,18 @@ def _save_points(lifecycle: Lifecycle) -> list[Image]:
     return lifecycle.engine.store.images()
 
 
+def _find(lifecycle: Lifecycle, points: list[Image], name: str) -> Image:
+    """Return the save point of this name.  Raises `SavePointNotFound`, `ImageBusy` if it may still be written."""
+    try:
+        return save_point.find(points, lifecycle.home.kernel_id, name)
+    except SavePointNotFound as error:
+        if not lifecycle.kernel.publishes_save_point:
+            raise
+        hint = "Run this cell again in a moment, once it is there."
+        message = f"A save point of this kernel is still being written; there is none {name!r} yet."
+        raise ImageBusy(message, hint=hint) from error
+
+
 def save_points(lifecycle: Lifecycle) -> dict[str, Any]:
     """Return the save points of the kernel, oldest first."""
     points = save_point.of_kernel(_save_points(lifecycle), lifecycle.home.kernel_id)
@@ -215,7 +227,7 @@ def may_save(lifecycle: Lifecycle, name: str) -> dict[str, Any]:
 
 def may_go_back(lifecycle: Lifecycle, name: str, files: Any) -> dict[str, Any]:
     """Raise what prevents the kernel from going back, as far as it shows while a cell runs."""
-    point = save_point.find(_save_points(lifecycle), lifecycle.home.kernel_id, name)
+    point = _find(lifecycle, _save_points(lifecycle), name)
     choice = going_back.require_choice(files)
     if not point.archived:  # else its content is fetched first
         going_back.check(lifecycle.kernel, point, choice)
@@ -224,10 +236,10 @@ def may_go_back(lifecycle: Lifecycle, name: str, files: Any) -> dict[str, Any]:
 
 def compare(lifecycle: Lifecycle, names: Any, present: Any) -> dict[str, Any]:
     """Return the variables that differ between two save points, or one and the ``present`` summary of the agent."""
-    points, kernel_id = _save_points(lifecycle), lifecycle.home.kernel_id
+    points = _save_points(lifecycle)
     if not isinstance(names, list) or not 1 <= len(names) <= 2:
         raise BadRequest("One or two save points are compared.")
-    before, *others = (save_point.of_image(save_point.find(points, kernel_id, str(name))) for name in names)
+    before, *others = (save_point.of_image(_find(lifecycle, points, str(name))) for name in names)
     after = others[0] if others else save_point.from_summary(present if isinstance(present, dict) else {})
     assert before is not None
     assert after is not None
@@ -236,6 +248,6 @@ def compare(lifecycle: Lifecycle, names: Any, present: Any) -> dict[str, Any]:
 
 def delete(lifecycle: Lifecycle, name: str) -> dict[str, Any]:
     """Delete a save point of the kernel."""
-    point = save_point.find(_save_points(lifecycle), lifecycle.home.kernel_id, name)
+    point = _find(lifecycle, _save_points(lifecycle), name)
     # The kernel may just have gone back to it: then its restore still has the lease while cells run already.
     return {"bytes": lifecycle.engine.store.remove(point, timeout=MOMENT)}

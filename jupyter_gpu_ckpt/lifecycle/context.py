@@ -329,11 +329,14 @@ class KernelState:
 
     @property
     def publishes_save_point(self) -> bool:
-        """Return whether the kernel is served again, and a save point of its last state is not complete yet."""
+        """Return whether a cell that runs now may come before a save point that an earlier one has requested.
+
+        The gate forwards cells a moment before `Step.RELEASE` is noted as done, or a restore as ended.
+        """
         machine = self.machine
-        return (machine.state is State.SAVING and Step.RELEASE in machine.done) or (
-            machine.state is State.RUNNING and self.completion is not None
-        )
+        if machine.state is State.SAVING:
+            return Step.DRAIN in machine.done  # none runs until the release
+        return self.completion is not None and machine.state in (State.RUNNING, State.RESTORING)
 
     def require_capsule(self) -> Capsule:
         """Return the capsule.  Raises `CapsuleGone` if there is none."""

@@ -347,7 +347,8 @@ def test_connections_within_the_kernel_are_not_announced(listening):
         stack.enter_context(its_end)
         tree = [child.pid, os.getpid()]
         ends = {str(os.fstat(its_end.fileno()).st_ino), os.readlink(f"/proc/{child.pid}/fd/3")[8:-1]}
-        assert preflight.inside_connections(tree) == ends
+        # What an earlier test has left open in this process is a connection within the tree, too.
+        assert preflight.inside_connections(tree) - preflight.inside_connections(tree[1:]) == ends
         assert preflight.inside_connections([child.pid]) == set()
         assert preflight.judge_connections([child.pid], tree) == []
         report = {"sockets": [{"kind": "tcp", "local": "a", "remote": "b", "inode": inode} for inode in ends]}

@@ -5,17 +5,20 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import re
 import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from filelock import FileLock, Timeout
+from harness import CellFailed
 
 from jupyter_gpu_ckpt.capsule.protocol import SOCKET
 from jupyter_gpu_ckpt.errors import (
@@ -28,7 +31,9 @@ from jupyter_gpu_ckpt.errors import (
     StateError,
 )
 from jupyter_gpu_ckpt.image import kept_files, layout, save_point, shared_chunks
+from jupyter_gpu_ckpt.image.draft import Draft
 from jupyter_gpu_ckpt.image.save_point import SavePoint
+from jupyter_gpu_ckpt.kernel import agent_requests
 from jupyter_gpu_ckpt.lifecycle import going_back
 from jupyter_gpu_ckpt.lifecycle.capsule_ahead import CapsuleAhead
 
@@ -174,6 +179,25 @@ async def test_a_save_leaves_the_kernel_running_and_a_save_point_with_a_summary(
     lifecycle.checkpoint()
     lifecycle.kernel.image = point
     assert await kernel.run("linked.seek(0); print(x, 'was' in dir(), linked.read())") == "1 False content"
+
+
+async def test_the_next_cells_find_a_save_point_that_is_not_published_yet(kernel, monkeypatch):
+    """Also a cell that runs before the worker has noted that the gate was released."""
+    released, published = threading.Event(), threading.Event()
+    release, publish = kernel.lifecycle.kernel.gate.release, Draft.publish
+    monkeypatch.setattr(kernel.lifecycle.kernel.gate, "release", lambda: (release(), released.wait(60)))
+    monkeypatch.setattr(Draft, "publish", lambda *args, **kwargs: (published.wait(60), publish(*args, **kwargs))[1])
+    monkeypatch.setattr(agent_requests, "_PUBLISH_TIMEOUT", 0.1)
+    await kernel.run("x = 1")
+    await kernel.run("%gpu_checkpoint --save one")
+    await kernel.run("x = 2")
+    for event in (released, published):
+        with pytest.raises(CellFailed, match=r"IMAGE_BUSY.*there is none 'one' yet"):
+            await kernel.run("%gpu_checkpoint --compare one")
+        assert kernel.lifecycle.engine.store.images() == []
+        event.set()
+    monkeypatch.setattr(agent_requests, "_PUBLISH_TIMEOUT", 60)
+    assert re.search(r"^x +changed", await kernel.run("%gpu_checkpoint --compare one"), re.MULTILINE)
 
 
 async def test_a_suspended_kernel_is_saved_as_it_is(kernel):

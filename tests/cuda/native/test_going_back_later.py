@@ -119,9 +119,13 @@ def goes_there(kernel: FastKernel, present: Image) -> None:
     assert has(kernel, NOW)
 
 
+def is_back_before_its_image(kernel: FastKernel) -> bool:
+    return kernel.lifecycle.state is State.RUNNING and kernel.lifecycle.kernel.publishes_save_point
+
+
 def test_the_kernel_is_back_before_the_disk_has_its_state_from_before(kernel, held):
     back = Back(kernel)
-    until(lambda: kernel.lifecycle.kernel.publishes_save_point, "it is back")
+    until(lambda: is_back_before_its_image(kernel), "it is back")
     assert kernel.gate.serves
     kernel.runs_on()
     assert has(kernel, THEN)
@@ -291,7 +295,7 @@ def becomes_full(kernel: FastKernel, disk, step: str, free: int) -> None:
 def test_a_disk_that_is_full_for_a_while(disk, kernel):
     becomes_full(kernel, disk, "end_process", kernel.blocks // 2)
     back = Back(kernel)
-    until(lambda: back._kernel.lifecycle.kernel.publishes_save_point, "it is back")
+    until(lambda: is_back_before_its_image(kernel), "it is back")
     until(lambda: len(list(kernel.store.root.glob(".draft-*/criu/device/*"))) > 1, "the disk fills up")
     until(lambda: os.statvfs(kernel.store.root).f_bfree * 4096 < device_memory.CHUNK, "it is full")
     back.join(2 * completion._AGAIN)
@@ -398,7 +402,7 @@ def test_a_quota_is_known_before_the_old_process_ends(kernel):
 
 def test_a_kernel_that_is_ended_meanwhile_leaves_its_state_from_before(kernel, held):
     back = Back(kernel)
-    until(lambda: kernel.lifecycle.kernel.publishes_save_point, "it is back")
+    until(lambda: is_back_before_its_image(kernel), "it is back")
     ended = threading.Thread(target=kernel.lifecycle.terminate)
     ended.start()
     until(lambda: kernel.lifecycle.kernel.is_being_ended, "it is being ended")

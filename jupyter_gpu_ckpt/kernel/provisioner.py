@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -26,7 +27,8 @@ from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from jupyter_core.utils import ensure_async
 from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
-from ..errors import GpuCkptError, HostError, KernelUnfit, StateError
+from ..errors import GateError, GpuCkptError, HostError, KernelUnfit, StateError
+from ..gate import wire
 from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
 from ..image.quota import Quota
@@ -507,8 +509,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         for name in ("curve_publickey", "curve_secretkey"):
             if front.get(name):
                 setattr(manager, name, str(front[name]).encode())
-        channels = ("shell", "iopub", "stdin", "control", "hb")
-        ports = {f"{channel}_port": front[f"{channel}_port"] for channel in channels}
+        ports = {f"{channel}_port": front[f"{channel}_port"] for channel in wire.CHANNELS}
         if front["transport"] == "tcp" and any(unbindable(front["ip"], port) for port in ports.values()):
             self.log.info("Kernel %s gets new ports: its old ones cannot be bound here.", self.kernel_id)
             return
@@ -543,7 +544,13 @@ class GpuCkptProvisioner(LocalProvisioner):
             engine = await asyncio.to_thread(shared_engine, Path(self.image_dir))
             vault = Vault(self.encryption_key, Path(self.memory_dir))
             engine = with_own_store(engine, vault, Quota(self.image_quota, self.sleeping_quota))
-            await asyncio.to_thread(self._host.start, engine, launch, found)
+            try:
+                await asyncio.to_thread(self._host.start, engine, launch, found)
+            except GateError:
+                if found is not None or not await self._chose_other_ports(kwargs):
+                    raise
+                launch = dataclasses.replace(launch, front=self._front_info())
+                await asyncio.to_thread(self._host.start, engine, launch, None)
         except GpuCkptError as error:
             self._host.close()
             if not isinstance(error, HostError) or (point is not None and not point.is_template):
@@ -579,9 +586,30 @@ class GpuCkptProvisioner(LocalProvisioner):
         self.log.info("Kernel %s ended before its first answer; it is tried without a capsule.", self.kernel_id)
         return process
 
-    def _launch(self, cmd: list[str], kwargs: Mapping[str, Any], branch: BranchPoint | None = None) -> Launch:
+    async def _chose_other_ports(self, kwargs: Mapping[str, Any]) -> bool:
+        """Choose ports once more for a kernel that nobody has connected to yet, if one of its own was taken.
+
+        jupyter_client chooses ports and closes them; until the gate binds them any program may get one.
+        """
+        manager, front = self.parent, self._front_info()
+        if manager is None or self._launched or not manager.cache_ports or front["transport"] != "tcp":
+            return False
+        ports = [front[f"{channel}_port"] for channel in wire.CHANNELS]
+        if not any([await asyncio.to_thread(unbindable, front["ip"], port) for port in ports]):
+            return False
+        self.log.info("Kernel %s gets other ports: %s are not all free any more.", self.kernel_id, ports)
+        self._host.close()
+        self.ports_cached = False
+        manager.cleanup_connection_file()
+        await super().pre_launch(**kwargs)  # its command is the one that there is
+        return True
+
+    def _front_info(self) -> dict[str, Any]:
+        """Return what clients connect to, as `Session.front` has it."""
         info: dict[str, Any] = dict(self.connection_info)
-        front = {name: value.decode("ascii") if isinstance(value, bytes) else value for name, value in info.items()}
+        return {name: value.decode("ascii") if isinstance(value, bytes) else value for name, value in info.items()}
+
+    def _launch(self, cmd: list[str], kwargs: Mapping[str, Any], branch: BranchPoint | None = None) -> Launch:
         env = dict(kwargs.get("env") or os.environ)
         if self.save_after_cells:
             env[automatic_saves.AFTER_CELLS] = "1"
@@ -590,7 +618,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         return Launch(
             cmd=list(cmd),
             connection_file=str(Path(self.parent.connection_file).resolve()) if self.parent else "",
-            front=front,
+            front=self._front_info(),
             kernel_name=getattr(self.parent, "kernel_name", "") or "",
             root=str(getattr(getattr(self.parent, "parent", None), "root_dir", "")),
             base=Path(self.runtime_base),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
 from harness import notebook
+from jupyter_client.connect import LocalPortCache
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 from traitlets.config import Config
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CapsuleError, CapsuleGone
+from jupyter_gpu_ckpt.gate import wire
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 
 
@@ -62,3 +65,24 @@ def test_a_kernelspec_opts_out_as_its_page_says():
     }
     assert type(made["plain"]) is LocalProvisioner
     assert type(made["ours"]) is GpuCkptProvisioner
+
+
+async def test_a_port_that_was_taken_between_its_choice_and_its_use(tmp_path, runtime_base, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        find, number = LocalPortCache.find_available_port, taken.getsockname()[1]
+        chosen = []
+
+        def choose(self, ip):
+            chosen.append(number if len(chosen) == 1 else find(self, ip))
+            return chosen[-1]
+
+        monkeypatch.setattr(LocalPortCache, "find_available_port", choose)
+        async with notebook(tmp_path, runtime_base) as kernel:
+            assert len(chosen) == 10 and kernel.lifecycle is not None
+            ports = [kernel.manager.get_connection_info()[f"{channel}_port"] for channel in wire.CHANNELS]
+            assert sorted(ports) == sorted(chosen[5:])
+            written = json.loads((tmp_path / "connection.json").read_text())
+            assert [written[f"{channel}_port"] for channel in wire.CHANNELS] == ports
+            assert await kernel.run("print(1)") == "1"
+            await kernel.provisioner.checkpoint()
+            assert await kernel.run("print(2)") == "2"

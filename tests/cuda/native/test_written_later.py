@@ -195,7 +195,6 @@ def test_where_it_cannot_wait_in_host_memory_the_kernel_waits_for_the_disk(kerne
         os.close(memory)
     save = Save(kernel, write)
     assert not kernel.gate.serves
-    assert not kernel.lifecycle.kernel.publishes_save_point
     write.permitted.set()
     save.join(60)
     kernel.store.check(save.image)

@@ -1,8 +1,8 @@
 """An image of another kernel, made from an image: the state of a branch before it has run.
 
-It has the same files, copied (`files.clone`), and another kernel's id and session.  So from there on a branch is any
-kernel that sleeps in its image: a restore of it may fail, or be killed, and is tried again.  What the two kernels must
-not share is separated when the branch is restored (`criu.exclusive`, and the agent's `identity`).
+It has the same files, copied (`files.clone`) or shared by links, and another kernel's id and session.  So from there on
+a branch is any kernel that sleeps in its image: a restore of it may fail, or be killed, and is tried again.  What the
+two kernels must not share is separated when the branch is restored (`criu.exclusive`, and the agent's `identity`).
 
 The source is not changed: its lease is acquired for as long as the copies take, so that nobody removes it meanwhile.
 """
@@ -88,8 +88,9 @@ def turn_to_restore(store: Store, image: Image) -> Iterator[None]:
 def copy(store: Store, source: Image, kernel: NewKernel, keep_as: SavePoint | None = None) -> Image:
     """Make and return an image of ``kernel`` from ``source``.  After failure nothing is left of it.
 
-    ``keep_as``: the image is to stay when a kernel has started from it, and has copies of the files in use: those of
-    the source, or if it is no save point, new ones (an encrypted image gets none).
+    ``keep_as``: the image is to stay when a kernel has started from it, as often as it likes: so its files of pages are
+    whole, and it has copies of the files in use: those of the source, or if it is no save point, new ones (an encrypted
+    image gets none).
 
     Raises `ImageArchived`, `ImageForged`, `ImageDamaged`, `ImageNotFound`, `ImageBusy`, `NoSpace`, `QuotaExceeded`,
     `StoreUnwritable`, `KeyUnusable`.
@@ -104,7 +105,7 @@ def copy(store: Store, source: Image, kernel: NewKernel, keep_as: SavePoint | No
         links.secure(manifest)
         draft = store.begin(kernel.kernel_id, manifest.bytes)
         try:
-            draft.copy(source)
+            draft.copy(source, whole=keep_as is not None)
             point = {**keep_as.as_dict(), "files": _kept(store, source, draft)} if keep_as is not None else None
             links.share(manifest, draft.id)
             kernel.write_session(draft.path)

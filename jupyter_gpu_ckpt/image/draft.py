@@ -128,18 +128,22 @@ class Draft:
             )
             self._known = {layout.device_file(name): entry for name, entry in written.items()}
 
-    def copy(self, source: Image) -> None:
-        """Copy all files of an image but its session, or share chunks.  Encrypted ones stay encrypted as they are.
+    def copy(self, source: Image, *, whole: bool = False) -> None:
+        """Copy all files of an image but its session, or share them.  Encrypted ones stay encrypted as they are.
 
-        Raises `NoSpace`, `StoreUnwritable`.
+        ``whole``: join files of pages that are in chunks, which a restore then need not do.  Raises `NoSpace`,
+        `StoreUnwritable`, `ImageDamaged`.
         """
         self._is_copy = True
         with mapped_errors(self._root):
+            of_branch = bool(source.manifest.branched_from)
+            joined = shared_chunks.join(source.criu_directory, self.path / layout.CRIU) if whole else set()
             for name, entry in source.manifest.files.items():
-                if name == layout.SESSION:
+                if name == layout.SESSION or name in joined:
                     continue
                 (self.path / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if not (layout.is_chunk(name) and shared_chunks.link(source.path / name, self.path / name)):
+                linkable = layout.is_linkable(name, of_branch=of_branch)
+                if not (linkable and shared_chunks.link(source.path / name, self.path / name)):
                     clone.copy(source.path / name, self.path / name, most=entry.bytes)
                 self._known[name] = entry
         self._copied_encryption = source.manifest.encryption
@@ -186,7 +190,9 @@ class Draft:
             with ThreadPoolExecutor(8) as pool:
                 last = [path for path in files if self._known and str(path.relative_to(self.path)) not in self._known]
                 flushing = [pool.submit(flush, path) for path in files if path not in last]
-                entries = verify.entries(self.path, punch=True, known=self._known)
+                entries = verify.entries(
+                    self.path, punch=True, known=self._known, of_branch=bool(manifest.branched_from)
+                )
                 flushing += [pool.submit(flush, path) for path in last]
                 manifest = replace(manifest, id=self.id, files=entries)
                 for flushed in flushing:

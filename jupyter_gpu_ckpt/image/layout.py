@@ -73,7 +73,20 @@ def mark(path: Path, suffix: str) -> Path:
 
 def is_chunk(name: str) -> bool:
     """Return whether a file of this name in a manifest is a chunk, which save points may share (`shared_chunks`)."""
-    return is_device_file(name) or fnmatch.fnmatchcase(name, _PAGES_CHUNKS)
+    return is_device_file(name) or is_page_chunk(name)
+
+
+def is_linkable(name: str, *, of_branch: bool) -> bool:
+    """Return whether images may share a file of this name in a manifest, by hard links.
+
+    Those are chunks, and the files of pages of a template and of the images of branches that start from it.
+    """
+    return is_chunk(name) or (of_branch and fnmatch.fnmatchcase(name, PAGES_FILES))
+
+
+def is_page_chunk(name: str) -> bool:
+    """Return whether a file of this name in a manifest is a chunk of pages."""
+    return fnmatch.fnmatchcase(name, _PAGES_CHUNKS)
 
 
 def is_device_file(name: str) -> bool:

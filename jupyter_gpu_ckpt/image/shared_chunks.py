@@ -301,8 +301,7 @@ def whole(root: Path, directory: Path) -> Iterator[Path]:
     They lie in the image directory ``root`` for the body, and share the chunks' blocks where the file system can.
     Raises `NoSpace`, `StoreUnwritable`, `ImageDamaged`.
     """
-    divided = [path for path in directory.glob(layout.PAGES.removesuffix(".img")) if path.is_dir()]
-    if not divided:
+    if not (divided := _divided(directory)):
         yield directory
         return
     view = root / f"{layout.DRAFT}pages-{secrets.token_hex(6)}"
@@ -322,6 +321,25 @@ def whole(root: Path, directory: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()
+
+
+def join(directory: Path, target: Path) -> set[str]:
+    """Make whole files of pages in ``target`` of those in ``directory`` that are in chunks.
+
+    Returns the names in a manifest that stand for them in ``directory``.  Raises `OSError`, `ImageDamaged`.
+    """
+    names: set[str] = set()
+    for chunks in _divided(directory):
+        target.mkdir(mode=0o700, exist_ok=True)
+        _join(chunks, target / f"{chunks.name}.img")
+        names |= {f"{layout.CRIU}/{chunks.name}/{path.name}" for path in chunks.iterdir()}
+        names.add(f"{layout.CRIU}/{chunks.name}{_INDEX}")
+    return names
+
+
+def _divided(directory: Path) -> list[Path]:
+    """Return the directories of chunks of files of pages."""
+    return [path for path in directory.glob(layout.PAGES.removesuffix(".img")) if path.is_dir()]
 
 
 def _join(chunks: Path, pages: Path) -> None:
@@ -349,7 +367,7 @@ def _join(chunks: Path, pages: Path) -> None:
 def divided_bytes(image: Image) -> int:
     """Return the bytes that the image directory needs for a restore of the image, at most, while it lasts."""
     files = image.manifest.files.items()
-    return sum(entry.bytes for name, entry in files if layout.is_chunk(name) and not layout.is_device_file(name))
+    return sum(entry.bytes for name, entry in files if layout.is_page_chunk(name))
 
 
 class Together:
@@ -384,10 +402,10 @@ def bytes_alone(image: Image) -> int:
 
 
 def _linked(image: Image) -> Mapping[tuple[int, int], tuple[int, int, int]]:
-    """Return the chunks that have several names: size, names in this image, and all names, by device and inode."""
+    """Return the files that have several names: size, names in this image, and all names, by device and inode."""
     found: dict[tuple[int, int], tuple[int, int, int]] = {}
     for name, entry in image.manifest.files.items():
-        if layout.is_chunk(name):
+        if layout.is_linkable(name, of_branch=bool(image.manifest.branched_from)):
             with contextlib.suppress(OSError):  # it is in the cold tier, or was deleted meanwhile
                 facts = (image.path / name).lstat()
                 if facts.st_nlink > 1:

@@ -38,7 +38,7 @@ from ..files import direct_io
 from ..files.atomic import write_atomically
 from .background_task import BackgroundTask
 from .keys import ALGORITHM, Key, Keyring
-from .layout import KEPT_FILES, MANIFEST, PAGES_FILES, RESERVED, SEAL, is_chunk, is_device_file
+from .layout import KEPT_FILES, MANIFEST, PAGES_FILES, RESERVED, SEAL, is_device_file, is_linkable
 from .manifest import MOST_BYTES, FileEntry, Manifest
 
 #: Called with the bytes of each block that was hashed, from the caller's thread.
@@ -126,7 +126,10 @@ def _verify_seal(path: Path, text: bytes, keys: Keyring) -> None:
 def require_tree(path: Path, manifest: Manifest) -> None:
     """Do the second part of `verify`: check for exactly the manifest's files, plain and of their sizes."""
     try:
-        found = {name: 0 if name.endswith("/") else facts.st_size for name, facts in tree(path)}
+        found = {
+            name: 0 if name.endswith("/") else facts.st_size
+            for name, facts in tree(path, of_branch=bool(manifest.branched_from))
+        }
     except OSError as error:
         raise ImageDamaged(f"The image cannot be read: {error.strerror}.", image=path.name) from error
     listed = {name: entry.bytes for name, entry in manifest.files.items()}
@@ -140,11 +143,12 @@ def _refuse_damaged(path: Path, wrong: list[str]) -> None:
         raise ImageDamaged(f"The image is damaged: {', '.join(wrong[:3])}.", image=path.name, files=wrong[:100])
 
 
-def tree(path: Path) -> Iterator[tuple[str, os.stat_result]]:
+def tree(path: Path, *, of_branch: bool) -> Iterator[tuple[str, os.stat_result]]:
     """Yield every file of an image but the `RESERVED` ones, by its name in a manifest; directories with a final "/".
 
     Raises `OSError`, and `ImageDamaged` for anything but directories and plain files of this user, with one link unless
-    they are chunks: those may be of several images, and the kernel may have links to them for a moment.
+    several images may have them (`layout.is_linkable`, for ``of_branch``);
+    the kernel may have links to chunks for a moment, too.
     """
     for directory, subdirectories, names in os.walk(path, onerror=_raise):
         at = Path(directory)
@@ -153,7 +157,7 @@ def tree(path: Path) -> Iterator[tuple[str, os.stat_result]]:
             subdirectories[:] = [name for name in subdirectories if name not in RESERVED]
         for name in [*subdirectories, *names]:
             facts, shown = (at / name).lstat(), str((at / name).relative_to(path))
-            plain = stat.S_ISREG(facts.st_mode) and (facts.st_nlink == 1 or is_chunk(shown))
+            plain = stat.S_ISREG(facts.st_mode) and (facts.st_nlink == 1 or is_linkable(shown, of_branch=of_branch))
             if not (plain or stat.S_ISDIR(facts.st_mode)) or facts.st_uid != os.geteuid():
                 message = f"The image is damaged: {shown!r} is not a plain file of yours."
                 raise ImageDamaged(message, image=path.name, files=[shown])
@@ -177,14 +181,16 @@ def _verify_content(path: Path, files: Mapping[str, FileEntry], progress: Progre
     _refuse_damaged(path, wrong)
 
 
-def entries(path: Path, *, punch: bool = False, known: Mapping[str, FileEntry] | None = None) -> dict[str, FileEntry]:
+def entries(
+    path: Path, *, punch: bool = False, known: Mapping[str, FileEntry] | None = None, of_branch: bool = False
+) -> dict[str, FileEntry]:
     """Hash the files below ``path`` for the manifest; with ``punch`` zeros become holes on the way.
 
-    ``known``: entries of files that were hashed as they were written.  Raises as `tree`.
+    ``known``: entries of files that were hashed as they were written; ``of_branch``: see `tree`.  Raises as `tree`.
     """
     found = dict(known or {})
     with _Readers() as readers:
-        for name, facts in sorted(tree(path)):
+        for name, facts in sorted(tree(path, of_branch=of_branch)):
             if not name.endswith("/") and name not in found:
                 found[name] = FileEntry(facts.st_size, _digest(path / name, facts.st_size, readers, punch=punch))
     return found

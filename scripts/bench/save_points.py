@@ -7,8 +7,8 @@ threads stand still.  Going back: from the request, through the save of the pres
 cell that is sent at once, which uses the device memory.  A branch: from the start of another kernel from the save
 point, as a template does it, to its first output; its kernel lives beside it.
 
-``--template``: only a branch, of a kernel that has imported PyTorch and has a context and 64 MiB on a GPU, until its
-first output that needs the GPU.
+``--template``: only a kernel that starts from a template with PyTorch, a context and 64 MiB on a GPU, until its first
+output that needs the GPU; without a GPU, with PyTorch and 64 MiB.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import shutil
 import statistics
 import sys
@@ -34,6 +35,7 @@ from limits import MISSED
 from recorder import Recorder
 
 from jupyter_gpu_ckpt.gate.gate import GateState
+from jupyter_gpu_ckpt.kernel import templates
 
 ROUNDS = 12
 #: Limits in seconds, of the medians.
@@ -58,7 +60,11 @@ threading.Thread(target=watch, daemon=True).start()
 """
 #: Tensors of 1 GiB, no two bytes of which compress well, and a cell that needs all of them.
 DEVICE = "import torch; x = [torch.randn(1 << 28, device='cuda') for _ in range({gib})]; torch.cuda.synchronize()"
-CONTEXT = "import torch; x = [torch.arange(1 << 23, device='cuda')]; torch.cuda.synchronize()"
+CONTEXT = """
+import torch
+x = [torch.arange(1 << 23, device="cuda" if torch.cuda.is_available() else "cpu")]
+x[0].sum().item()
+"""
 USED = "print(sum(each[::4096].sum().item() for each in x))"
 #: The steps of a save between which and which the kernel is not served.
 _FIRST, _LAST = "drain", "release"
@@ -131,8 +137,12 @@ async def rounds(root: Path, options: argparse.Namespace) -> tuple[dict[str, lis
             figures["image MB"].append(point.manifest.bytes / 1e6)
             note(kernel.steps, "save", steps)
             if options.template:
-                await branched(kernel, point, root / f"branch{number}", cell, figures, steps)
-                kernel.lifecycle.engine.store.remove(point)
+                store = kernel.lifecycle.engine.store
+                with mock.patch.dict(os.environ, JUPYTER_DATA_DIR=str(root / "data")):
+                    template = templates.create(store, point, f"bench-{number}", accept_differences=True)
+                    await branched(kernel, store.get(template.image), root / f"branch{number}", cell, figures, steps)
+                    templates.remove(store, template.name)
+                store.remove(point)
                 continue
             began = time.perf_counter()
             went = asyncio.ensure_future(kernel.provisioner.back(f"point {number}"))

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from images import FACTS, FILES
+from images import FACTS, FILES, publish
 
 from jupyter_gpu_ckpt.criu.images import encode, rewrite
 from jupyter_gpu_ckpt.criu.pagemaps import ADDRESS, FLAGS, HEAD_NUMBER, IN_PARENT, PAGEMAP_MAGIC, PAGES, PRESENT
 from jupyter_gpu_ckpt.errors import ImageDamaged, ImageNotFound
-from jupyter_gpu_ckpt.image import branch, shared_chunks
+from jupyter_gpu_ckpt.image import branch, layout, shared_chunks
 from jupyter_gpu_ckpt.image.branch import NewKernel
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.quota import used
@@ -57,6 +57,10 @@ def save(store: Store, pages: Mapping[int, bytes], name: str, **facts) -> Image:
     records = [b"".join(map(encode, fields)) for fields in [((HEAD_NUMBER, 0, 1),), *entries]]
     rewrite(draft.criu_directory / "pagemap-7.img", PAGEMAP_MAGIC, records)
     return draft.publish(replace(FACTS, save_point=SavePoint(name).as_dict(), **facts))
+
+
+def new_kernel(name: str) -> NewKernel:
+    return NewKernel(name, "python3", lambda path: None)
 
 
 def whole(store: Store, image: Image) -> bytes:
@@ -227,11 +231,41 @@ def test_a_save_point_is_moved_with_its_chunks_and_those_of_others_stay(store, t
 def test_an_image_for_a_branch_shares_the_chunks_of_its_save_point(store):
     pages = memory(1, 2)
     one = save(store, pages, "one")
-    copied = branch.copy(store, one, NewKernel("another", "python3", lambda path: None))
+    copied = branch.copy(store, one, new_kernel("another"))
     assert whole(store, copied) == content(pages)
     assert bytes_alone(copied) == copied.manifest.bytes - 2 * CHUNK
     store.remove(one)
     assert whole(store, copied) == content(pages)
+
+
+def test_a_template_has_whole_files_which_the_images_that_start_from_it_share(store):
+    pages = memory(1, 2)
+    point = save(store, pages, "one")
+    template = branch.copy(store, point, new_kernel("template"), SavePoint("template"))
+    assert template.criu_directory.joinpath("pages-1.img").read_bytes() == content(pages)
+    assert not [name for name in template.manifest.files if layout.is_page_chunk(name) or name.endswith("pages-1.json")]
+    store.remove(point)
+    started = [branch.copy(store, template, new_kernel(name)) for name in ("first", "second")]
+    for image in (template, *started):
+        store.check(image)
+        with shared_chunks.whole(store.root, image.criu_directory) as view:
+            assert view == image.criu_directory, "nothing is joined"
+        assert bytes_alone(image) == image.manifest.bytes - len(content(pages))
+    store.remove(template)
+    assert whole(store, started[0]) == content(pages)
+    store.remove(started[0])
+    assert bytes_alone(started[1]) == started[1].manifest.bytes
+
+
+def test_only_a_template_and_what_starts_from_it_may_have_files_of_pages_with_several_names(store, tmp_path):
+    point = save(store, memory(1, 2), "one")
+    template = branch.copy(store, point, new_kernel("template"), SavePoint("template"))
+    os.link(template.criu_directory / "pages-1.img", tmp_path / "another")
+    store.check(template)
+    small = publish(store, {"pages-1.img": b"x" * 4096})
+    os.link(small.criu_directory / "pages-1.img", tmp_path / "small")
+    with pytest.raises(ImageDamaged):
+        store.check(small)
 
 
 def test_the_view_of_a_restore_that_was_killed_is_swept(store):

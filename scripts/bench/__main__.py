@@ -30,6 +30,7 @@ SCRIPTS = (
     "launch_gate.py",
     "policy.py",
     "sharing.py",
+    "turns.py",
     "server.py",
     "remote.py",
     "gpu.py",

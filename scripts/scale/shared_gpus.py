@@ -81,6 +81,7 @@ class SharedGpus:
 
     ``seen``: the snapshot that the policy is given, from the true one; for other policies in comparisons.  ``watch``:
     called after each round with the decisions that were carried out.  ``moved``: called when a kernel has moved.
+    ``overlap``: whether a kernel moves to a GPU while another one leaves it, and arrives no sooner than that has left.
     """
 
     def __init__(
@@ -93,12 +94,13 @@ class SharedGpus:
         seen: Callable[[NodeSnapshot], NodeSnapshot] = lambda snapshot: snapshot,
         watch: Callable[[Decisions], None] = lambda decisions: None,
         moved: Callable[[Participant], None] = lambda record: None,
+        overlap: bool = False,
     ) -> None:
         self.env = env
         self.gpus = dict(gpus)
         self.rules = rules or Rules()
         self.allotments = dict(allotments or {})
-        self.seen, self.watch, self.moved = seen, watch, moved
+        self.seen, self.watch, self.moved, self.overlap = seen, watch, moved, overlap
         self.records: dict[str, Participant] = {}
         self.cells: dict[str, _Cell] = {}
         self.totals = Totals()
@@ -107,6 +109,8 @@ class SharedGpus:
         #: Kernels whose servers do nothing for now, and what they do when they continue.
         self.stopped: dict[str, list[Callable[[], None]]] = {}
         self._last = 0.0
+        #: When kernels that are leaving will have left.
+        self._leaves: dict[str, float] = {}
         self._due: float | None = None
 
     # -- events
@@ -129,7 +133,7 @@ class SharedGpus:
     def cell(self, kernel: str, seconds: float) -> Generator[simpy.Event, Any, Ran]:
         """Run a cell that computes for so long, from its first CUDA call on."""
         self._advance()
-        record = self.records[kernel].touched(self.env.now, self._used())
+        record = self._early(self.records[kernel].touched(self.env.now, self._used()))
         self.records[kernel] = record
         cell = _Cell(Ran(kernel, record.user, seconds, self.env.now), seconds, self.env.event())
         self.cells[kernel] = cell
@@ -217,14 +221,25 @@ class SharedGpus:
         self.records[kernel] = record
         self.cells[kernel].ran.turns += 1
         if record.residence is Residence.ARRIVING:
-            self._move(kernel, record.arrive_seconds, self._arrived)
+            leaves = [self._leaves[each.kernel] for each in self._leaving(record.on)] if record.arrives_early else []
+            self._move(kernel, max([record.arrive_seconds, *(at - self.env.now for at in leaves)]), self._arrived)
         return True
+
+    def _leaving(self, gpus: tuple[str, ...]) -> list[Participant]:
+        records = self.records.values()
+        return [each for each in records if each.residence is Residence.LEAVING and set(each.on) & set(gpus)]
+
+    def _early(self, record: Participant) -> Participant:
+        """Return the record of a kernel that waits or not: with `overlap` one that waits can arrive early."""
+        waits = record.residence is Residence.AWAY and record.waiting_since is not None
+        return replace(record, arrives_early=True) if self.overlap and waits else record
 
     def _suspend(self, kernel: str) -> bool:
         if kernel in self.stopped:
             return False
         record = self.records[kernel].leaving(self.env.now, self._used())
-        self.records[kernel] = record
+        self.records[kernel] = replace(record, frees=self.overlap)
+        self._leaves[kernel] = self.env.now + record.leave_seconds
         self._move(kernel, record.leave_seconds, self._left)
         return True
 
@@ -248,7 +263,7 @@ class SharedGpus:
         self.moved(self.records[kernel])
 
     def _left(self, kernel: str) -> None:
-        self.records[kernel] = self.records[kernel].left(self.env.now)
+        self.records[kernel] = self._early(self.records[kernel].left(self.env.now))
         self.moved(self.records[kernel])
 
     # -- computing

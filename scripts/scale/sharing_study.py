@@ -191,15 +191,16 @@ def replay(path: Path) -> dict[str, Any]:
     """Feed the simulation with the moves and cells of a measured run; return measured and simulated waits and swaps.
 
     The file is JSON: ``gpus`` (bytes that sharers have, by UUID), ``seconds`` (length of the run), ``rules`` (fields of
-    `Rules`, all by default), ``kernels``: each with ``kernel``, ``user``, ``gpus``, ``needs``, ``leave_seconds`` and
-    ``arrive_seconds`` (lists: every move that was measured) and ``cells``: ``touched``, ``started``, ``ended`` (seconds
-    from the begin of the run) and ``seconds`` (how long it computes alone).  A pause is what lies between the end of a
-    cell and the next one's touch, whatever the waits are.  Short cells are those that end in a first turn if alone.
+    `Rules`, all by default), ``overlap`` (as `SharedGpus` has it; false by default), ``kernels``: each with ``kernel``,
+    ``user``, ``gpus``, ``needs``, ``leave_seconds`` and ``arrive_seconds`` (lists: every move that was measured) and
+    ``cells``: ``touched``, ``started``, ``ended`` (seconds from the begin of the run) and ``seconds`` (how long it
+    computes alone).  A pause is what lies between the end of a cell and the next one's touch, whatever the waits are.
+    Short cells are those that end in a first turn if alone.
     """
     run = json.loads(path.read_text())
     env = simpy.Environment()
     rules = Rules(**run.get("rules", {}))
-    node = SharedGpus(env, run["gpus"], rules=rules)
+    node = SharedGpus(env, run["gpus"], rules=rules, overlap=bool(run.get("overlap")))
     ran: list[Ran] = []
     moves = 0.0
 

@@ -51,6 +51,23 @@ def test_kernels_that_compute_on_one_gpu_share_its_speed():
     assert node.totals.crowded == pytest.approx(20.0)
 
 
+@pytest.mark.parametrize(("overlap", "started"), [(False, 1.3), (True, 0.7)])
+def test_a_kernel_moves_to_a_gpu_while_another_leaves_it_and_arrives_when_that_has_left(overlap, started):
+    env = simpy.Environment()
+    node = SharedGpus(env, {"A": 20 * GIB}, overlap=overlap)
+    for name in ("there", "comes"):
+        node.join(Participant(name, "u", ("A",), (12 * GIB,), ALIVE, leave_seconds=0.7, arrive_seconds=0.6))
+    ran = []
+
+    def life(name: str, at: float):
+        yield env.timeout(at)
+        ran.append((yield from node.cell(name, 5.0)))
+
+    env.process(life("there", 0.0))
+    env.run(until=env.process(life("comes", 100.0)))
+    assert ran[1].started - ran[1].touched == pytest.approx(started)
+
+
 @pytest.fixture(scope="module")
 def host() -> tuple[SharingCluster, Plan]:
     plan = replace(TURNS, users=60, nodes=1, gpus_per_node=2, weeks=1, warm_up=0.0)

@@ -32,6 +32,7 @@ from filelock import FileLock, Timeout
 
 from .. import procfs
 from ..errors import (
+    GpuCkptError,
     ImageArchived,
     ImageBusy,
     ImageDamaged,
@@ -329,8 +330,13 @@ class Remote:
         except ImageDamaged:
             shutil.rmtree(directory, ignore_errors=True)  # else the next try would continue with it
             raise
-        for path in (*sorted(directory.rglob("*"), reverse=True), directory):
-            flush(path)
+        with disk.mapped_errors(directory):
+            try:
+                for path in (*sorted(directory.rglob("*"), reverse=True), directory):
+                    flush(path)
+            except OSError:  # nobody knows what is there
+                shutil.rmtree(directory, ignore_errors=True)
+                raise
 
     def _receive(self, directory: Path, manifest: Manifest, progress: Progress | None) -> list[str]:
         """Receive every part that is missing; return the files with a wrong hash.
@@ -354,16 +360,18 @@ class Remote:
                 raise RemoteFailed("A part of the image has another size than it should.", part=part.name)
             return data
 
-        for part, data in zip(parts(manifest), self._map(read, parts(manifest)), strict=True):
-            hashers[part.file].update(data)
-            if part.end > complete[part.file]:
-                with disk.mapped_errors(directory), open(directory / part.file, "ab", opener=_open_own) as file:
-                    if part.name in present:
-                        file.write(data)
-                    else:
-                        file.truncate(part.end)
-            if progress is not None:
-                progress(part.length)
+        with _Flushing(directory) as flushing:
+            for part, data in zip(parts(manifest), self._map(read, parts(manifest)), strict=True):
+                hashers[part.file].update(data)
+                if part.end > complete[part.file]:
+                    with disk.mapped_errors(directory), open(directory / part.file, "ab", opener=_open_own) as file:
+                        if part.name in present:
+                            file.write(data)
+                        else:
+                            file.truncate(part.end)
+                    flushing.begin(directory / part.file)
+                if progress is not None:
+                    progress(part.length)
         return [file for file, entry in manifest.files.items() if hashers[file].hexdigest() != entry.blake3]
 
     def _claim(self, id: str) -> None:
@@ -408,6 +416,44 @@ class Remote:
         except (ImageFormat, ValueError, RecursionError):
             return {}
         return claim if isinstance(claim, dict) else {}
+
+
+class _Flushing:
+    """Flushes files while more is received: at the end, which waits for the disk, little is left.
+
+    `begin`, or the end of the body, raises what a flush has raised; no other flush may hear of it (fsync(2)).  What the
+    file has is not known then, so it is removed, and received again by the next try.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="image-transfer")
+        self._last: Future[None] | None = None
+        self._path = directory
+
+    def begin(self, path: Path) -> None:
+        """Begin to flush a file, unless the flush before is still under way."""
+        if self._last is None or self._last.done():
+            self._end()
+            self._path, self._last = path, self._pool.submit(flush, path)
+
+    def _end(self) -> None:
+        if self._last is None:
+            return
+        with disk.mapped_errors(self._directory):
+            try:
+                self._last.result()
+            except OSError:
+                self._path.unlink(missing_ok=True)
+                raise
+
+    def __enter__(self) -> _Flushing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._pool.shutdown()
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(GpuCkptError):
+            self._end()
 
 
 def _require_absent(path: Path) -> None:

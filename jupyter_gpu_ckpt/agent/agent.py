@@ -280,7 +280,7 @@ class Agent:
         just_used = time.monotonic() - self._used_at < _JUST_USED_S
         waits_not = just_used and (not content.get("writes", True) or content.get("goes_back"))
         waits_not = waits_not or time.monotonic() - self._collected_at < _JUST_COLLECTED_S
-        if waits_not or (content.get("summary") and not gpu_memory.loaded()):
+        if waits_not or (content.get("summary") and not gpu_memory.initialized()):
             return 1
         return 2
 

@@ -20,17 +20,16 @@ _LIBRARIES = ("torch", "cupy", "jax", "tensorflow", "numba.cuda", "pycuda", "rmm
 def report() -> dict[str, Any]:
     """Return the loaded GPU libraries, whether CUDA is initialised, and the devices with a context (sizes in bytes)."""
     driver = _driver()
-    devices = [_device(driver, index) for index in _active_devices(driver)]
     return {
-        "modules": loaded(),
-        "initialized": driver is not None or _torch() is not None,
-        "devices": devices,
+        "modules": [name for name in _LIBRARIES if name in sys.modules],
+        "initialized": initialized(),
+        "devices": [_device(driver, index) for index in _active_devices(driver)],
     }
 
 
-def loaded() -> list[str]:
-    """Return the GPU libraries that are loaded."""
-    return [name for name in _LIBRARIES if name in sys.modules]
+def initialized() -> bool:
+    """Return whether CUDA is initialised in this process: without that it has no device memory."""
+    return _driver() is not None or _torch() is not None
 
 
 def trim() -> int:

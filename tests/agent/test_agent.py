@@ -137,6 +137,19 @@ def test_garbage_that_was_collected_a_moment_ago_is_not_looked_for_again(start: 
     assert kernel.run("print(w() is None)") == "True"
 
 
+def test_a_save_does_not_look_for_old_garbage_where_cuda_is_not_initialised(start: Callable[..., Any]) -> None:
+    """Though a library is loaded that could use a GPU: an imported framework makes it long to look."""
+    kernel = start()
+    kernel.run("import sys, types; sys.modules['cupy'] = types.ModuleType('cupy')")
+    made = "import gc, weakref; gc.disable()\nclass C: pass\nx = C(); x.x = x; w = weakref.ref(x); gc.collect(); del x"
+    kernel.run(made)
+    report = kernel.report("quiesce", {"trim": True, "files": False, "summary": True})
+    assert report["cuda"]["modules"] == ["cupy"] and not report["cuda"]["initialized"]
+    assert kernel.run("print(w() is None)") == "False"
+    kernel.report("quiesce", {"trim": True, "files": False})
+    assert kernel.run("print(w() is None)") == "True"
+
+
 def test_output_of_forked_children_comes_on_the_same_port(start: Callable[..., Any]) -> None:
     kernel = start()
     kernel.report("quiesce")

@@ -2,8 +2,9 @@
 
 On a GPU where there is one, beside a process that takes no part and leaves memory for one notebook; else with the real
 library on the driver's double, whose moves are copies in host memory.  Cells and pauses are those of docs/scale.md,
-``--scale`` times shorter, and so are the turns; sizes are chosen so that a move is, too.  Each cell computes for its
-own time, in which it has the GPU, and compares some of its memory; at the end all of it is compared.
+``--scale`` times shorter, and so are the turns and the times between the servers' looks; sizes are chosen so that a
+move is, too.  Each cell computes for its own time, in which it has the GPU, and compares some of its memory; at the end
+all of it is compared.
 
 The run is written to FILE, which ``python scripts/scale --replay FILE`` feeds to the simulation with the moves as they
 were measured; both are printed.  The exit status is 3 if the mean wait for a cell's first turn, or the share of the
@@ -24,6 +25,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "cuda" / "native"))
@@ -39,17 +41,19 @@ from recorder import Recorder
 from sharing_kernels import MIB, SharedHost
 from sharing_study import replay
 
+from jupyter_gpu_ckpt.cuda import gpu_locks
 from jupyter_gpu_ckpt.kernel import engine
+from jupyter_gpu_ckpt.sharing import exchange
 from jupyter_gpu_ckpt.sharing.policy import Rules
 
-NOTEBOOKS, MINUTES, SCALE = 4, 10.0, 5.0
+NOTEBOOKS, MINUTES, SCALE = 4, 10.0, 20.0
 #: Shares of what was measured by which waits and moves of the simulation may differ.
 TOLERANCE = 0.2
 GIB = 1 << 30
 #: Bytes of a notebook on a GPU, and of what the other process leaves for all of them: a context takes little.
-SIZE, LEFT = 12 * GIB, 16 * GIB
-#: Bytes of a notebook on the double: a move takes much longer than what needs one is unnoticed (`exchange.POLL_S`).
-DOUBLE = 500 * MIB
+SIZE, LEFT = 2 * GIB, 4 * GIB
+#: Bytes of a notebook on the double.
+DOUBLE = 60 * MIB
 GPU = "GPU-00000000-0000-0000-0000-00000000000a"
 #: As `CELL` of the double, with PyTorch.
 TORCH = """
@@ -154,7 +158,10 @@ async def measure(directory: Path, base: Path, minutes: float, scale: float, see
     turns = ("first_turn", "turn", "cut")
     rules = dataclasses.replace(real, **{name: getattr(real, name) / scale for name in turns})
     ground = on_the_double if why_no_gpu() else on_a_gpu
-    async with ground(directory, base) as (kernels, gpus):
+    async with contextlib.AsyncExitStack() as stack:
+        for module, constant in ((exchange, "POLL_S"), (exchange, "READ_S"), (gpu_locks, "POLL_S")):
+            stack.enter_context(mock.patch.object(module, constant, getattr(module, constant) / scale))
+        kernels, gpus = await stack.enter_async_context(ground(directory, base))
         engine.shared_exchange(kernels[0].lifecycle.engine.gpus).rules = rules
         moves = []
         for kernel in kernels:
@@ -167,13 +174,12 @@ async def measure(directory: Path, base: Path, minutes: float, scale: float, see
         cells = await asyncio.gather(*lives)
         seconds = time.time() - began
         facts = [kernel.provisioner.sharing.participant for kernel in kernels]
-    taken = [
-        [
-            [event.seconds for event in each.completed() if event.step == step]
-            for step in ("cuda_suspend", "cuda_resume")
-        ]
-        for each in moves
-    ]
+        completed = [each.completed() for each in moves]
+        for number, kernel in enumerate(kernels):
+            if await kernel.run("print(intact())", timeout=600) != "True":
+                raise SystemExit(f"notebook {number} has lost memory")
+    steps = ("cuda_suspend", "cuda_resume")
+    taken = [[[event.seconds for event in each if event.step == step] for step in steps] for each in completed]
     notebooks = [
         {
             "kernel": fact.kernel,

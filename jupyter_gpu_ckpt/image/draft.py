@@ -138,7 +138,10 @@ class Draft:
         with mapped_errors(self._root):
             of_branch = bool(source.manifest.branched_from)
             joined = shared_chunks.join(source.criu_directory, self.path / layout.CRIU) if whole else set()
-            for name, entry in source.manifest.files.items():
+            # They are hashed anew, as something else: what was damaged must not become what is right.
+            files = source.manifest.files
+            verify.require_content(source.path, {name: entry for name, entry in files.items() if name in joined})
+            for name, entry in files.items():
                 if name == layout.SESSION or name in joined:
                     continue
                 (self.path / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)

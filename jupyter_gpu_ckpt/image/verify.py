@@ -73,7 +73,7 @@ def verify(path: Path, keys: Keyring, progress: Progress | None = None) -> Manif
     """
     manifest = require_sealed(path, keys)
     require_tree(path, manifest)
-    _verify_content(path, manifest.files, progress)
+    require_content(path, manifest.files, progress)
     return manifest
 
 
@@ -85,10 +85,10 @@ def begin(path: Path, keys: Keyring) -> tuple[Manifest, BackgroundTask]:
     later = (PAGES_FILES, KEPT_FILES)  # CRIU does not read the latter, and who does compares their hashes
     memory = {name: entry for name, entry in files.items() if any(fnmatch.fnmatch(name, each) for each in later)}
     now = {name: one for name, one in files.items() if name not in memory and not is_device_file(name)}
-    _verify_content(path, now, None)
+    require_content(path, now)
     return manifest, BackgroundTask(
         "gpu-ckpt-proof",
-        lambda check_cancelled: _verify_content(path, memory, lambda _: check_cancelled()),
+        lambda check_cancelled: require_content(path, memory, lambda _: check_cancelled()),
     )
 
 
@@ -147,8 +147,8 @@ def tree(path: Path, *, of_branch: bool) -> Iterator[tuple[str, os.stat_result]]
     """Yield every file of an image but the `RESERVED` ones, by its name in a manifest; directories with a final "/".
 
     Raises `OSError`, and `ImageDamaged` for anything but directories and plain files of this user, with one link unless
-    several images may have them (`layout.is_linkable`, for ``of_branch``);
-    the kernel may have links to chunks for a moment, too.
+    several images may have them (`layout.is_linkable`, with ``of_branch``); the kernel may have links to chunks for a
+    moment, too.
     """
     for directory, subdirectories, names in os.walk(path, onerror=_raise):
         at = Path(directory)
@@ -168,7 +168,8 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _verify_content(path: Path, files: Mapping[str, FileEntry], progress: Progress | None) -> None:
+def require_content(path: Path, files: Mapping[str, FileEntry], progress: Progress | None = None) -> None:
+    """Do the last part of `verify`: check that these files of the manifest have the content that they had."""
     try:
         with _Readers() as readers:
             wrong = [

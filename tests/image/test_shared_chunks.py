@@ -257,6 +257,18 @@ def test_a_template_has_whole_files_which_the_images_that_start_from_it_share(st
     assert bytes_alone(started[1]) == started[1].manifest.bytes
 
 
+@pytest.mark.parametrize("name", ["pages-1/000001.img", "pages-1.json"])
+def test_what_is_damaged_in_a_save_point_is_not_right_in_a_template(store, name):
+    point = save(store, memory(1, 2), "one")
+    path = point.criu_directory / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ImageDamaged):
+        branch.copy(store, point, new_kernel("template"), SavePoint("template"))
+    assert store.images() == [point] and not list(store.root.glob(".draft*"))
+
+
 def test_only_a_template_and_what_starts_from_it_may_have_files_of_pages_with_several_names(store, tmp_path):
     point = save(store, memory(1, 2), "one")
     template = branch.copy(store, point, new_kernel("template"), SavePoint("template"))

@@ -68,6 +68,8 @@ def compute(seconds):
         torch.cuda.synchronize()
         took = time.monotonic() - began
         used += took if took < 0.05 else 0
+def touch():
+    torch.cuda.synchronize()
 def glance():
     return bool((x[::1 << 20] == {value}).all())
 def intact():
@@ -75,21 +77,24 @@ def intact():
     return all(bool((x[at:at + part] == {value}).all()) for at in range(0, len(x), part))
 """
 #: What `CELL` of the double lacks of it.
-GLANCE = """
+MORE = """
+def touch():
+    assert driver.cuCtxSynchronize() == 0
 def glance():
     copy = ctypes.create_string_buffer(4096)
     assert runtime.cudaMemcpy(copy, address, ctypes.c_size_t(4096), 4) == 0
     return copy.raw == bytes([{value}]) * 4096
 """
-#: What each cell runs: it notes when its first call of CUDA has returned, and its own end.
+#: What each cell runs: it notes when it first calls CUDA, when that has returned, and its own end.
 RUN = """
 def run(number, seconds):
     ran.append(number)
-    compute(1e-9)
+    touched = time.time()
+    touch()
     started = time.time()
     compute(seconds)
     ended = time.time()
-    print(started, ended, glance(), len(ran))
+    print(touched, started, ended, glance(), len(ran))
 ran = []
 """
 HOG = "held = torch.empty({bytes}, dtype=torch.uint8, device='cuda').fill_(7); result = len(held)"
@@ -126,7 +131,7 @@ async def on_the_double(directory: Path, base: Path) -> AsyncIterator[tuple[list
         for number in range(NOTEBOOKS):
             kernel = await stack.enter_async_context(host.notebook(f"k{number}"))
             await host.allocate(kernel, DOUBLE // MIB, number + 1, GPU)
-            await kernel.run(GLANCE.format(value=number + 1))
+            await kernel.run(MORE.format(value=number + 1))
             await asyncio.to_thread(kernel.lifecycle.yield_gpu)
             kernels.append(kernel)
         yield kernels, gpus
@@ -142,13 +147,12 @@ async def live(
         if time.time() + gap > until:
             return cells
         await asyncio.sleep(gap)
-        touched = time.time()
         said = await kernel.run(f"run({len(cells)}, {seconds})", timeout=3600)
-        started, ended, glance, ran = said.splitlines()[-1].split()
+        *times, glance, ran = said.splitlines()[-1].split()
         if (glance, ran) != ("True", str(len(cells) + 1)):
             raise SystemExit(f"notebook {number}, cell {len(cells)}: {said}")
-        times = {"touched": touched, "started": float(started), "ended": float(ended)}
-        cells.append({**{name: at - began for name, at in times.items()}, "seconds": seconds})
+        touched, started, ended = (float(at) - began for at in times)
+        cells.append({"touched": touched, "started": started, "ended": ended, "seconds": seconds})
     raise AssertionError("endless")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,14 +47,19 @@ def forget(place: Path) -> None:
 
 
 def rates(place: Path, theirs: Callable[[int], object], ours: Callable[[int], object], size: int) -> list[float]:
-    """MB/s of both, each the median of `ROUNDS`, in turns; both get the number of the round."""
+    """MB/s of both, each the median of `ROUNDS`, in turns; both get the number of the round.
+
+    A directory that one returns is removed: what lies about on the disk is the same for both.
+    """
     took: tuple[list[float], list[float]] = ([], [])
     for number in range(ROUNDS):
         for which, work in enumerate((theirs, ours)):
             forget(place)
             began = time.perf_counter()
-            work(number)
+            made = work(number)
             took[which].append(time.perf_counter() - began)
+            if isinstance(made, Path):
+                shutil.rmtree(made)
     return [size / median(seconds) / 1e6 for seconds in took]
 
 
@@ -124,8 +130,10 @@ def main(mebibytes: int) -> int:
             def push(number: int, url: str = url, options: dict[str, Any] = options) -> None:
                 Remote(f"{url}-{number}", **options).push(image)  # connects first, as the plain tool does
 
-            def pull(number: int, url: str = url, options: dict[str, Any] = options) -> None:
-                Remote(f"{url}-{number}", **options).pull(image.id, far(number), keep=True)
+            def pull(number: int, url: str = url, options: dict[str, Any] = options) -> Path:
+                store = far(number)
+                Remote(f"{url}-{number}", **options).pull(image.id, store, keep=True)
+                return store.root
 
             for verb, tools, work in (("push", plain[name][0], push), ("pull", plain[name][1], pull)):
                 theirs, mine = rates(place, tools, work, size)

@@ -190,11 +190,11 @@ async def measure(directory: Path, base: Path, minutes: float, scale: float, see
             "user": fact.user,
             "gpus": list(gpus),
             "needs": list(fact.needs),
-            "leave_seconds": leave,
-            "arrive_seconds": arrive,
+            "leave_seconds": off,
+            "arrive_seconds": onto,
             "cells": ran,
         }
-        for fact, (leave, arrive), ran in zip(facts, taken, cells, strict=True)
+        for fact, (off, onto), ran in zip(facts, taken, cells, strict=True)
     ]
     return {
         "gpus": gpus,

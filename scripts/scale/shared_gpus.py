@@ -222,7 +222,8 @@ class SharedGpus:
         self.cells[kernel].ran.turns += 1
         if record.residence is Residence.ARRIVING:
             leaves = [self._leaves[each.kernel] for each in self._leaving(record.on)] if record.arrives_early else []
-            self._move(kernel, max([record.arrive_seconds, *(at - self.env.now for at in leaves)]), self._arrived)
+            wait = max([0.0, *(at - self.env.now - record.arrive_seconds for at in leaves)])
+            self._move(kernel, record.arrive_seconds, self._arrived, wait)
         return True
 
     def _leaving(self, gpus: tuple[str, ...]) -> list[Participant]:
@@ -243,11 +244,11 @@ class SharedGpus:
         self._move(kernel, record.leave_seconds, self._left)
         return True
 
-    def _move(self, kernel: str, seconds: float, then: Callable[[str], None]) -> None:
+    def _move(self, kernel: str, seconds: float, then: Callable[[str], None], wait: float = 0.0) -> None:
         self.totals.moves += 1
         for gpu in self.records[kernel].on:
             self.totals.swaps[gpu] += seconds
-        self._later(seconds, functools.partial(self._server, kernel, functools.partial(then, kernel)))
+        self._later(seconds + wait, functools.partial(self._server, kernel, functools.partial(then, kernel)))
 
     def _server(self, kernel: str, event: Callable[[], None]) -> None:
         """Let an event happen, when the server of its kernel runs."""

@@ -79,6 +79,7 @@ def filled(request, programs, doubles):
         yield subject
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("verb", [*VERBS, *EXCHANGE])
 def test_each_call_fails_once(filled, verb):
     subject = filled
@@ -98,6 +99,7 @@ def test_each_call_fails_once(filled, verb):
     assert (out["streams"], out["events"]) == (0, failed_to_go), "but for those that the driver refused to destroy"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("verb", [*VERBS, *EXCHANGE])
 def test_every_call_fails_from_one_on(filled, verb):
     """Also what would make it good: then it is not on one side, but all bytes are safe, and a return brings them."""

@@ -433,6 +433,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_server_that_is_killed_leaves_the_present_state_or_the_other(fast_kernel, monkeypatch, moment):
     kernel = fast_kernel()

@@ -46,7 +46,7 @@ ChoosePort = Callable[[int, int, str], int]
 
 @dataclass(frozen=True)
 class Exclusive:
-    """State that a branch has otherwise.  ``kind``: ``port``, ``socket``, ``lock`` or ``connection``.
+    """State that a branch has otherwise.  ``kind``: ``port``, ``socket``, ``lock``, ``connection`` or ``semaphore``.
 
     ``port``, ``new_port``: of a port, its number and, in a restore, that of the branch.
     """

@@ -339,8 +339,9 @@ class GpuCkptProvisioner(LocalProvisioner):
         Raises as `branch`.
         """
         lifecycle, engine = self._checkpointable(), self._checkpointable().engine
-        if name:
-            return find(await asyncio.to_thread(engine.store.images), self.kernel_id, name)
+        if name:  # on the worker: after a save that was requested before
+            found = self._host.worker.submit(lambda: find(engine.store.images(), self.kernel_id, name))
+            return await asyncio.wrap_future(found)
         if (own := lifecycle.image) is not None and lifecycle.state is State.CHECKPOINTED:
             return own
 

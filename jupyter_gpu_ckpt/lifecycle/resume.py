@@ -232,7 +232,9 @@ def _become_another_kernel(attempt: Attempt) -> str:
     changes += [f"{what} (not changed)" for what in reply.get("probe_errors", ())]
     if not changes:
         return ""
-    return f"This kernel is a branch of another one, which continues with: {'; '.join(changes)}.\n"
+    of = "This kernel has started from a template, which was made of one with"
+    of = of if origin.get("is_template") else "This kernel is a branch of another one, which continues with"
+    return f"{of}: {'; '.join(changes)}.\n"
 
 
 def release(attempt: Attempt) -> None:

@@ -241,3 +241,19 @@ async def test_children_that_a_branch_forks_print_in_its_notebook(kernel, tmp_pa
         await branch.run("worker.terminate(); worker.join()")
         assert await kernel.run("print(worker.is_alive())") == "True"
     await kernel.run("worker.terminate(); worker.join()")
+
+
+async def test_a_semaphore_that_would_be_one_for_both_kernels_is_named_before(kernel, tmp_path):
+    """A pool of spawned processes, as joblib's, breaks in each; a lock of `fork`'s has no name."""
+    await kernel.run("import multiprocessing as m; own = m.get_context('fork').Lock()")
+    await kernel.run("%gpu_checkpoint --save without")
+    plan = await kernel.provisioner.branch_plan("without")
+    assert plan.differs == []
+    name = await kernel.run("lock = m.get_context('spawn').Lock(); print(lock._semlock.name)")
+    await kernel.run("%gpu_checkpoint --save with")
+    image = await kernel.provisioner.branch_image("with")
+    with pytest.raises(BranchDiffers, match=f"semaphore /dev/shm/sem.{name.removeprefix('/')}"):
+        async with branch_of(image.id, kernel, tmp_path / "refused"):
+            pass
+    async with branch_of(image.id, kernel, tmp_path / "branch", accept_differences=True) as branch:
+        assert await branch.run("print(lock.acquire(timeout=10)); lock.release()") == "True"

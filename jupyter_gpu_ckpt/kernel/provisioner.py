@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,7 +28,7 @@ from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from jupyter_core.utils import ensure_async
 from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
-from ..errors import GateError, GpuCkptError, HostError, KernelUnfit, StateError
+from ..errors import GateError, GpuCkptError, HostError, KernelUnfit, SavePointNotFound, StateError
 from ..gate import wire
 from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
@@ -52,6 +53,8 @@ from .gpu_sharing import GpuSharing
 from .host import UNFIT, BranchPoint, KernelHost, Launch
 from .orphans import Orphan, find_orphan, newest_images, not_attached_notice
 
+#: Seconds from a cell's reply to its idle, with which the gate has all that the cell has requested.
+_CELL_ENDS = 1.0
 #: Seconds that a restart waits for the save point before it.
 _RESTART_WAITS = 10.0
 
@@ -339,7 +342,14 @@ class GpuCkptProvisioner(LocalProvisioner):
         Raises as `branch`.
         """
         lifecycle, engine = self._checkpointable(), self._checkpointable().engine
-        if name:  # on the worker: after a save that was requested before
+        if name:
+            with contextlib.suppress(SavePointNotFound):
+                return find(await asyncio.to_thread(engine.store.images), self.kernel_id, name)
+            # Perhaps its save was requested by a cell whose reply comes before what the gate hears of that, or is under
+            # way: on the worker it comes before this.
+            deadline, gate = time.monotonic() + _CELL_ENDS, self.gate
+            while gate is not None and gate.working and time.monotonic() < deadline:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
             found = self._host.worker.submit(lambda: find(engine.store.images(), self.kernel_id, name))
             return await asyncio.wrap_future(found)
         if (own := lifecycle.image) is not None and lifecycle.state is State.CHECKPOINTED:

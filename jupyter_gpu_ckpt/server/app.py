@@ -119,6 +119,7 @@ class GpuCkptApp(ExtensionApp):
         self.branches = Branches(self.serverapp, self.store)
         self._diagnosis: tuple[float, dict[str, Any]] | None = None
         self._diagnosing = asyncio.Lock()
+        self._stop: asyncio.Future[None] | None = None
         manager, sessions, self._readiness = self.serverapp.kernel_manager, self.serverapp.session_manager, Readiness()
         if isinstance(sessions, CheckpointSessionManager):
             sessions.readiness = self._readiness
@@ -204,7 +205,12 @@ class GpuCkptApp(ExtensionApp):
         return [job.as_dict() for job in self.jobs.running()]
 
     async def stop_extension(self) -> None:
-        """Called from jupyter_server when it stops, while its kernels are still there."""
+        """Called from jupyter_server when it stops, while its kernels are still there, and at each further signal."""
+        if self._stop is None:
+            self._stop = asyncio.ensure_future(self._stop_once())
+        await asyncio.shield(self._stop)
+
+    async def _stop_once(self) -> None:
         try:
             await self.usage.stop()
             await self.idle.stop()

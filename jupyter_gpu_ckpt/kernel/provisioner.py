@@ -333,8 +333,12 @@ class GpuCkptProvisioner(LocalProvisioner):
         if (start := getattr(kernels, "start_branch", None)) is not None:  # the server's, with a notebook
             return str(await start(self.kernel_id, point))
         same = {name: self._arguments[name] for name in ("env", "cwd") if name in self._arguments}
-        started = kernels.start_kernel(kernel_name=manager.kernel_name, **same, branch_of=point)
-        return str(await ensure_async(started))
+        try:
+            started = kernels.start_kernel(kernel_name=manager.kernel_name, **same, branch_of=point)
+            return str(await ensure_async(started))
+        except BaseException:
+            drop_failed_starts(kernels)
+            raise
 
     async def branch_image(self, name: str = "") -> Image:
         """Return the image that a branch starts from; make it if there is no ``name`` and the kernel is awake.
@@ -565,6 +569,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         except GpuCkptError as error:
             self._host.close()
             if not isinstance(error, HostError) or (point is not None and not point.is_template):
+                if self.parent is not None and not self._launched:  # jupyter_client would leave the file
+                    self.parent.cleanup_connection_file()
                 raise
             self.log.warning("Kernel %s is started plainly and cannot be checkpointed: %s", self.kernel_id, error)
             # With the agent all the same: it shows why, and what uses the GPU's memory.
@@ -810,3 +816,13 @@ class GpuCkptProvisioner(LocalProvisioner):
         image, directory = self.lifecycle and self.lifecycle.image, self._host.directory
         ours = {"state": self.state.value, "image": image.id if image else None}
         return {**info, **ours, "runtime_dir": str(directory) if directory else None}
+
+
+def drop_failed_starts(kernels: MultiKernelManager) -> None:
+    """Drop kernels that could not be started from those that ``kernels`` is starting.
+
+    jupyter_client keeps them there, and fails to shut them down when it shuts down all.
+    """
+    for kernel_id, task in tuple(kernels._pending_kernels.items()):
+        if task.done() and kernel_id not in kernels:
+            del kernels._pending_kernels[kernel_id]

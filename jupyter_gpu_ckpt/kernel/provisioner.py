@@ -43,7 +43,7 @@ from ..lifecycle.rates import RATES
 from ..lifecycle.settings import REFRESHED, LifecycleSettings
 from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
-from . import automatic_saves, branching
+from . import automatic_saves, branching, kernelspecs
 from .agent_injection import NOTICE, PLAIN, rewrite
 from .agent_requests import AgentRequests
 from .branching import BranchPlan
@@ -146,6 +146,10 @@ class GpuCkptProvisioner(LocalProvisioner):
     template = Unicode(
         help="Name of an image that kernels start from, in place of a launch; a kernelspec sets it (`jupyter gpu-ckpt "
         "template create`)."
+    ).tag(config=True)
+    template_kernelspec = Unicode(
+        help="Name of the kernelspec that the template was made of, as which its kernels continue when the template is "
+        "removed; a template's kernelspec sets it."
     ).tag(config=True)
     automatic_save_points = Int(
         5,
@@ -334,11 +338,20 @@ class GpuCkptProvisioner(LocalProvisioner):
             return str(await start(self.kernel_id, point))
         same = {name: self._arguments[name] for name in ("env", "cwd") if name in self._arguments}
         try:
-            started = kernels.start_kernel(kernel_name=manager.kernel_name, **same, branch_of=point)
+            started = kernels.start_kernel(kernel_name=self.kernelspec_for_branch(), **same, branch_of=point)
             return str(await ensure_async(started))
         except BaseException:
             drop_failed_starts(kernels)
             raise
+
+    def kernelspec_for_branch(self) -> str:
+        """Return the name of the kernelspec that a branch has: the kernel's own, or what took its place.
+
+        Raises `StateError`.
+        """
+        assert self.parent is not None
+        names = (self.parent.kernel_name, self._checkpointable().home.fallback_name)
+        return kernelspecs.choose(self.parent.kernel_spec_manager, *names)
 
     async def branch_image(self, name: str = "") -> Image:
         """Return the image that a branch starts from; make it if there is no ``name`` and the kernel is awake.
@@ -663,6 +676,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             stdout=kwargs.get("stdout"),
             stderr=kwargs.get("stderr"),
             branch=branch,
+            fallback_name=self.template_kernelspec,
         )
 
     # -- as the owner of its host (`KernelOwner`)

@@ -52,6 +52,7 @@ async def _checkpoint(session: Session, base: Path, image_dir: Path) -> None:
     from jupyter_client.provisioning.factory import KernelProvisionerFactory
     from traitlets.config import Config
 
+    from ..kernel import kernelspecs
     from ..kernel.agent_injection import PROVISIONER
     from ..kernel.provisioner import GpuCkptProvisioner
 
@@ -61,13 +62,14 @@ async def _checkpoint(session: Session, base: Path, image_dir: Path) -> None:
     KernelProvisionerFactory.clear_instance()
     KernelProvisionerFactory.instance(config=config)
     with tempfile.TemporaryDirectory() as scratch:
-        manager: Any = AsyncKernelManager(
-            kernel_name=session.kernel_name, config=config, connection_file=f"{scratch}/connection.json"
-        )
+        manager: Any = AsyncKernelManager(config=config, connection_file=f"{scratch}/connection.json")
         try:
+            manager.kernel_name = kernelspecs.choose(
+                manager.kernel_spec_manager, session.kernel_name, session.fallback_name
+            )
             await manager.start_kernel(kernel_id=session.kernel_id)
         except Exception:
-            return  # another owner was faster
+            return  # another owner was faster, or its kernelspec is not here
         if isinstance(manager.provisioner, GpuCkptProvisioner):
             await manager.provisioner.detach()
             await manager.cleanup_resources()

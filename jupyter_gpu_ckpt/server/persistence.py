@@ -23,6 +23,7 @@ from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError
 from ..image.store import Store
+from ..kernel import kernelspecs
 from ..kernel.orphans import Orphan, find_orphans
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.plans import State
@@ -124,9 +125,14 @@ class KernelPersistence(LoggingConfigurable):
                 await self.create_session(sessions, orphan, root)
 
     async def attach(self, kernels: CheckpointKernelManagerMixin, orphan: Orphan) -> None:
-        """Have ``kernels`` serve an orphan under its old id; a sleeping one sleeps on."""
+        """Have ``kernels`` serve an orphan under its old id; a sleeping one sleeps on.
+
+        Raises `StateError` if its kernelspec is not here.
+        """
         session = orphan.session
-        await kernels.start_kernel(kernel_id=session.kernel_id, kernel_name=session.kernel_name or None)
+        specs: Any = kernels.kernel_spec_manager
+        name = await asyncio.to_thread(kernelspecs.choose, specs, session.kernel_name, session.fallback_name)
+        await kernels.start_kernel(kernel_id=session.kernel_id, kernel_name=name or None)
         # jupyter_server waits for the kernel's first status message; a sleeping kernel sends none until it is woken.
         kernel: Any = kernels.get_kernel(session.kernel_id)
         kernel.execution_state = "idle"

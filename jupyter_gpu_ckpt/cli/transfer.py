@@ -15,8 +15,7 @@ from ..criu.install import dotted, find
 from ..cuda.gpus import Gpus
 from ..errors import BadRequest, CriuMissing, GpuCkptError, ImageBusy, ImageError, ImageNotFound
 from ..hub.slurm import features
-from ..image.encryption import Vault
-from ..image.store import Image, Store
+from ..image.store import Image
 from ..kernel.registry import owned_by_id
 from ..lifecycle import compatibility
 from ..node.fingerprint import fingerprint
@@ -43,8 +42,7 @@ class MatchCommand(ImageCommand):
     def run(self) -> Result:
         gpu_map = self._gpu_map()
         configured = self.configured
-        vault = Vault(configured.encryption_key, Path(configured.memory_dir))
-        store = Store(Path(configured.image_dir), vault=vault)
+        store = self.store()
         image = store.get(self.extra_args[0])
         accepted = self.accept_changed_files or image.accepts_changed_files or configured.accept_changed_files
         with Gpus() as gpus:

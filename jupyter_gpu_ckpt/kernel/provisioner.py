@@ -242,6 +242,11 @@ class GpuCkptProvisioner(LocalProvisioner):
     def _default_runtime_base(self) -> str:
         return str(default_runtime_base())
 
+    def store(self) -> Store:
+        """Return the images of this user, with the key and the limits that are configured."""
+        vault, quota = Vault(self.encryption_key, Path(self.memory_dir)), Quota(self.image_quota, self.sleeping_quota)
+        return Store(Path(self.image_dir), vault=vault, quota=quota)
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         #: Why the kernel was started plainly: it had ended behind the gate.  None for all others.
@@ -519,7 +524,7 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     def _find_orphan(self) -> Orphan | None:
         """Find a kernel of this id without an owner, which is attached instead of starting another."""
-        store = Store(Path(self.image_dir))
+        store = self.store()
         try:
             return find_orphan(self.kernel_id, Path(self.runtime_base), store)
         except HostError:  # the launch raises it, too
@@ -570,8 +575,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             return await super().launch_kernel(cmd, **kwargs)
         try:
             engine = await asyncio.to_thread(shared_engine, Path(self.image_dir))
-            vault = Vault(self.encryption_key, Path(self.memory_dir))
-            engine = with_own_store(engine, vault, Quota(self.image_quota, self.sleeping_quota))
+            engine = with_own_store(engine, self.store())
             try:
                 await asyncio.to_thread(self._host.start, engine, launch, found)
             except GateError:

@@ -25,7 +25,7 @@ from .._version import __version__
 from ..doctor import checks, fixes
 from ..doctor.probes import EXTENSION, missing_native_parts
 from ..errors import GpuCkptError, StateError
-from ..image.store import Image, Store
+from ..image.store import Image
 from ..kernel.agent_injection import PROVISIONER
 from ..kernel.orphans import Orphan, find_orphan
 from ..kernel.provisioner import GpuCkptProvisioner
@@ -103,7 +103,8 @@ class GpuCkptApp(ExtensionApp):
         provisioner = GpuCkptProvisioner(config=self.serverapp.config)
         if missing := missing_native_parts():
             self.serverapp.log.warning("%s To fix it: %s", checks.without(missing), fixes.NATIVE_PARTS)
-        self.store = Store(Path(provisioner.image_dir))
+        self.store = provisioner.store()
+        self._provisioner_traits = provisioner.trait_values(config=True)
         self._runtime_base = Path(provisioner.runtime_base)
         self._fast_path = provisioner.fast_path
         self.jobs = Jobs()
@@ -180,7 +181,7 @@ class GpuCkptApp(ExtensionApp):
         manager, sessions = self.serverapp.kernel_manager, self.serverapp.session_manager
         if isinstance(manager, CheckpointKernelManagerMixin):
             # First: attached kernels have no other owner, should this server end before it listens.
-            self.persistence.start_watchdog(self._runtime_base, self.store.named)
+            self.persistence.start_watchdog(self._provisioner_traits)
             await self.persistence.attach_all(manager, sessions, self.root, self._runtime_base, self.store)
 
     async def _start_jupyter_server_extension(self, serverapp: ServerApp) -> None:

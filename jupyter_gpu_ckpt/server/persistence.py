@@ -74,16 +74,22 @@ class KernelPersistence(LoggingConfigurable):
         self._database = lock
         return directory / f"{name}.sqlite"
 
-    def start_watchdog(self, base: Path, image_dir: Path) -> None:
-        """Start the watchdog, which notices this process's end by the end of a pipe."""
+    def start_watchdog(self, provisioner: dict[str, Any]) -> None:
+        """Start the watchdog, which notices this process's end by the end of a pipe.
+
+        ``provisioner``: traits of `GpuCkptProvisioner`, as this server's kernels have them.
+        """
         if self.orphan_timeout <= 0 or self._watchdog is not None:
             return
-        options = {"base": str(base), "image_dir": str(image_dir), "timeout": self.orphan_timeout}
-        command = [sys.executable, "-m", "jupyter_gpu_ckpt.server.orphan_watchdog", json.dumps(options)]
+        options = {"provisioner": provisioner, "timeout": self.orphan_timeout}
+        command = [sys.executable, "-m", "jupyter_gpu_ckpt.server.orphan_watchdog"]
         null = subprocess.DEVNULL
         self._watchdog = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
         )
+        assert self._watchdog.stdin is not None
+        self._watchdog.stdin.write(json.dumps(options).encode() + b"\n")  # not as arguments, which all users see
+        self._watchdog.stdin.flush()
 
     async def attach_all(
         self, kernels: CheckpointKernelManagerMixin, sessions: Any, root: Path, base: Path, store: Store

@@ -14,6 +14,8 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from live import Server, server
 
+from jupyter_gpu_ckpt.image.store import Store
+
 #: The working directory, the notebook, an environment variable and the number of the cell.
 PLACE = """
 import json, os, sys
@@ -156,3 +158,26 @@ def test_a_kernel_whose_kernelspec_is_gone_is_refused_by_name_and_stays_asleep(t
         shutil.move(tmp_path / "ours", kernels / "ours")
         assert live.ask("POST", f"gpu-ckpt/images/{image}/attach").status_code == 200
         assert live.run(kernel_id, "print(x)") == "41"
+
+
+def test_templates_branches_and_notebooks_of_encrypted_images_have_the_key(tmp_path, runtime_base, criu_binary):
+    (tmp_path / "work" / "here").mkdir(parents=True)
+    (tmp_path / "key").write_text("17" * 32)
+    (tmp_path / "key").chmod(0o600)
+    document = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": []}
+    (tmp_path / "work" / "here" / "new.ipynb").write_text(json.dumps(document))
+    config = f"c.GpuCkptProvisioner.encryption_key = 'file:{tmp_path / 'key'}'"
+    with server(tmp_path, runtime_base, config=config) as live:
+        source = notebook(live, "here", "python3")
+        live.run(source, "x = 41")
+        assert live.do(source, "save", {"name": "ready"})["status"] == "done"
+        assert live.get(f"gpu-ckpt/kernels/{source}/saves/ready")["notebook"] == document
+        branch = live.do(source, "branch", {"save_point": "ready"})
+        assert branch["status"] == "done", branch
+        assert branch["result"]["notebook"] == "here/new-Copy1.ipynb"
+        back = live.do(source, "back", {"name": "ready", "notebook": True})
+        assert (back["status"], back["result"]["notebook_error"]) == ("done", None)
+        status, made = command(live, "create", "encrypted", "--from", "ready")
+        assert status == 0, made
+        assert all(image.manifest.encryption for image in Store(tmp_path / "images").images())
+        assert live.run(notebook(live, "here", "encrypted"), "print(x)") == "41"

@@ -16,6 +16,7 @@ from ..cuda.gpus import Gpus
 from ..errors import BadRequest, CriuMissing, GpuCkptError, ImageBusy, ImageError, ImageNotFound
 from ..hub.slurm import features
 from ..image.store import Image
+from ..kernel import templates
 from ..kernel.registry import owned_by_id
 from ..lifecycle import compatibility
 from ..node.fingerprint import fingerprint
@@ -89,7 +90,7 @@ class PushCommand(ImageCommand):
         id, url = self.extra_args
         image = store.get(id)
         if not self.keep:
-            _require_unowned(image)
+            _require_unneeded(image)
         count, began = image.manifest.bytes, time.monotonic()
         with progress(count, "Sending", quiet=self.as_json) as advance:
             sent = _remote(url).push(image, remove_from=None if self.keep else store, progress=advance)
@@ -100,8 +101,10 @@ class PushCommand(ImageCommand):
         self.terminal.line(f"{'Moved' if document['moved'] else 'Copied'} {document['id']}: {_rate(document)}.")
 
 
-def _require_unowned(image: Image) -> None:
-    """Refuse to move the image of a kernel whose server runs: it would look for the image here."""
+def _require_unneeded(image: Image) -> None:
+    """Refuse to move the image of a template, or of a kernel whose server runs: both would look for it here."""
+    if (refusal := templates.refusal(image, "push a copy with --keep")) is not None:
+        raise refusal
     kernel = owned_by_id(Path(image.manifest.runtime_dir), image.manifest.kernel_id)
     if kernel is not None and kernel["image"] == image.id:
         raise ImageBusy(

@@ -20,7 +20,7 @@ from typing import Any
 
 from jupyter_client.kernelspec import KernelSpecManager
 
-from ..errors import BadRequest, GpuCkptError, ImageNotFound, StateError, TemplateNotFound
+from ..errors import BadRequest, GpuCkptError, ImageBusy, ImageNotFound, StateError, TemplateNotFound
 from ..image import branch
 from ..image.branch import NewKernel
 from ..image.save_point import SavePoint
@@ -41,6 +41,21 @@ class Template:
 def templates() -> list[Template]:
     """Return the templates of this user, by name."""
     return sorted(_found(), key=lambda each: each.name)
+
+
+def refusal(image: Image, insist: str) -> ImageBusy | None:
+    """Return the refusal to take an image away that a template is made of; None if it is of none.
+
+    ``insist`` says how to do it all the same.
+    """
+    name = next((each.name for each in _found() if each.image == image.id), "")
+    if not name:
+        return None
+    return ImageBusy(
+        f"Image {image.id} is that of template {name!r}, whose kernels would start without it.",
+        hint=f"`jupyter gpu-ckpt template remove {name}` removes both; or {insist}.",
+        left=f"the image is kept as {image.id}",
+    )
 
 
 def _found() -> Iterator[Template]:

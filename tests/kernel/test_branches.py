@@ -206,6 +206,20 @@ async def test_a_branch_that_cannot_be_restored_leaves_only_the_image_it_came_fr
         assert await branch.run("print(x, log.read())") == "41 others write to it"
 
 
+async def test_a_branch_keeps_its_directory_when_the_other_kernel_ends_and_leaves_none(kernel, tmp_path, runtime_base):
+    """It knows its directory by the path of the other kernel's, where it is mounted."""
+    lists = "import os; print(sorted(os.listdir(os.path.dirname(get_ipython().kernel.parent.ip))))"
+    image = await kernel.provisioner.save("point")
+    async with branch_of(image.id, kernel, tmp_path / "branch") as branch:
+        before = await branch.run(lists)
+        assert "connection.json" in before
+        await kernel.manager.shutdown_kernel(now=True)
+        assert await branch.run(lists) == before
+    async with branch_of(image.id, kernel, tmp_path / "branch") as branch:  # nobody has that directory now
+        assert "connection.json" in await branch.run(lists)
+    assert list(runtime_base.iterdir()) == []
+
+
 async def test_a_manager_of_kernels_does_not_count_a_refused_branch(tmp_path, runtime_base, criu_binary):
     config = Config()
     config.KernelProvisionerFactory.default_provisioner_name = PROVISIONER

@@ -207,7 +207,7 @@ async def test_a_branch_that_cannot_be_restored_leaves_only_the_image_it_came_fr
 
 
 async def test_a_branch_keeps_its_directory_when_the_other_kernel_ends_and_leaves_none(kernel, tmp_path, runtime_base):
-    """It knows its directory by the path of the other kernel's, where it is mounted."""
+    """A branch knows its directory by the path of the other kernel's, where it is mounted."""
     lists = "import os; print(sorted(os.listdir(os.path.dirname(get_ipython().kernel.parent.ip))))"
     image = await kernel.provisioner.save("point")
     async with branch_of(image.id, kernel, tmp_path / "branch") as branch:

@@ -59,14 +59,16 @@ class Store:
         self.hashes = Hashes(self.root)
         self.generations = Generations(self.keys.directory / "generations")
 
-    def prepare(self) -> None:
+    def prepare(self, *, may_encrypt: bool = True) -> None:
         """Make the directory and test that it can be written.
 
-        Raises `KeyUnusable` when nothing could be sealed, `StoreUnwritable`, `StoreShared`, `StoreUnsuitable`.
+        ``may_encrypt``: whether the key for encryption is needed, which moved images do not need.  Raises `KeyUnusable`
+        when nothing could be sealed, or encrypted, `StoreUnwritable`, `StoreShared`, `StoreUnsuitable`.
         """
         user_directory.prepare(self.named)
         self.keys.current()
-        self.vault.secret()
+        if may_encrypt:
+            self.vault.secret()
 
     def free(self) -> int:
         """Return the bytes an unprivileged user may still write, as far as the file system reports its quotas."""

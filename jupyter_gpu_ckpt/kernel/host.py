@@ -77,7 +77,8 @@ class Launch:
     ``front`` is the connection info for clients, ``connection_file`` the path of it in ``cmd``, ``root`` the root
     directory of the server, if there is one, ``base`` the directory of the kernels' sockets.  ``fast_path``: whether
     the kernel preloads the library for device memory, if it can: "auto" (its children, too), "kernel" or "off".
-    ``branch``: what it starts from, if that is an image.  Times in seconds.
+    ``branch``: what it starts from, if that is an image.  ``fallback_name``: `Session.fallback_name`.
+    Times in seconds.
     """
 
     cmd: list[str]
@@ -95,6 +96,7 @@ class Launch:
     stdout: Any = None
     stderr: Any = None
     branch: BranchPoint | None = None
+    fallback_name: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -246,6 +248,7 @@ class KernelHost:
             notebook=notebook,
             protected_until=None,
             directory=directory.name,
+            fallback_name=launch.fallback_name,
             kernel_key=was.kernel_key if source.manifest.branched_from else str(was.front["key"]),
         )
         kernel = NewKernel(
@@ -320,6 +323,7 @@ class KernelHost:
             root=launch.root,
             notebook=env.get("JPY_SESSION_NAME", ""),
             sockets=sockets,
+            fallback_name=launch.fallback_name,
         )
         announces = launch.fast_path == "auto" and fastpath.VARIABLE in env
         gate, lifecycle = self._prepare(engine, launch, session, back, announces=announces)
@@ -415,6 +419,7 @@ class KernelHost:
         home = Home(
             kernel_id=self.kernel_id,
             kernel_name=session.kernel_name,
+            fallback_name=session.fallback_name,
             runtime_dir=directory,
             has_agent=session.has_agent,
             known_as=Path(session.runtime_dir),

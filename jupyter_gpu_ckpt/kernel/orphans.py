@@ -33,7 +33,8 @@ class Session:
     ``protected_until``: until when no policy may suspend or checkpoint it, seconds since the epoch; ``sockets``:
     `Home.sockets`, or empty; ``kernel_key``: of a branch that has not run yet, the key of the kernel that it comes from
     (`Home.kernel_key`); ``directory``: the name of its own runtime directory, if that is not the
-    last one of ``runtime_dir``: a branch knows its own by the path of that other kernel's.
+    last one of ``runtime_dir``: a branch knows its own by the path of that other kernel's; ``fallback_name``: of a
+    template's kernel, the kernelspec that the template was made of, to be used when the template is removed.
     """
 
     kernel_id: str
@@ -49,6 +50,7 @@ class Session:
     sockets: str = ""
     kernel_key: str = ""
     directory: str = ""
+    fallback_name: str = ""
 
     def write(self, directory: Path) -> None:
         """Write the session to ``directory``, atomically, readable by the owner alone."""

@@ -98,6 +98,8 @@ class Home:
     kernel_name: str
     runtime_dir: Path
     has_agent: bool
+    #: The kernelspec to use when that of `kernel_name` is removed, a template; empty if there is none.
+    fallback_name: str = ""
     #: The path of that directory inside the capsule, if it differs: the kernel came from another host.
     known_as: Path | None = None
     #: The path of its sockets inside the capsule, without ``-`` and the number of a channel, if they are not in

@@ -6,15 +6,20 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import socket
 import sqlite3
 from pathlib import Path
 
 import pytest
 from harness import Notebook, alive, branch_of, descendants, notebook
+from jupyter_client.multikernelmanager import AsyncMultiKernelManager
+from jupyter_client.provisioning import KernelProvisionerFactory
+from traitlets.config import Config
 
-from jupyter_gpu_ckpt.errors import BranchDiffers, BranchUnsafe, CriuError
+from jupyter_gpu_ckpt.errors import BranchDiffers, BranchUnsafe, CriuError, GpuCkptError
 from jupyter_gpu_ckpt.kernel import branching
+from jupyter_gpu_ckpt.kernel.agent_injection import PROVISIONER
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -199,6 +204,41 @@ async def test_a_branch_that_cannot_be_restored_leaves_only_the_image_it_came_fr
     assert len(alive(descendants(os.getpid()))) <= processes
     async with branch_of(image.id, kernel, tmp_path / "branch", accept_changed_files=True) as branch:
         assert await branch.run("print(x, log.read())") == "41 others write to it"
+
+
+async def test_a_branch_keeps_its_directory_when_the_other_kernel_ends_and_leaves_none(kernel, tmp_path, runtime_base):
+    """A branch knows its directory by the path of the other kernel's, where it is mounted."""
+    lists = "import os; print(sorted(os.listdir(os.path.dirname(get_ipython().kernel.parent.ip))))"
+    image = await kernel.provisioner.save("point")
+    async with branch_of(image.id, kernel, tmp_path / "branch") as branch:
+        before = await branch.run(lists)
+        assert "connection.json" in before
+        await kernel.manager.shutdown_kernel(now=True)
+        assert await branch.run(lists) == before
+    async with branch_of(image.id, kernel, tmp_path / "branch") as branch:  # nobody has that directory now
+        assert "connection.json" in await branch.run(lists)
+    assert list(runtime_base.iterdir()) == []
+
+
+async def test_a_manager_of_kernels_does_not_count_a_refused_branch(tmp_path, runtime_base, criu_binary):
+    config = Config()
+    config.KernelProvisionerFactory.default_provisioner_name = PROVISIONER
+    config.GpuCkptProvisioner = Config(image_dir=str(tmp_path / "images"), runtime_base=str(runtime_base))
+    KernelProvisionerFactory.clear_instance()
+    KernelProvisionerFactory.instance(config=config)
+    kernels = AsyncMultiKernelManager(config=config, connection_dir=str(tmp_path))
+    try:
+        first = await kernels.start_kernel()
+        provisioner = kernels.get_kernel(first).provisioner
+        await provisioner.checkpoint()
+        shutil.rmtree(provisioner.lifecycle.image.path / "criu")
+        with pytest.raises(GpuCkptError):
+            await provisioner.branch()
+        assert (kernels.list_kernel_ids(), kernels._pending_kernels) == ([first], {})
+        assert [path.name for path in tmp_path.glob("kernel-*.json")] == [f"kernel-{first}.json"]
+    finally:
+        await kernels.shutdown_all(now=True)
+        KernelProvisionerFactory.clear_instance()
 
 
 async def test_three_branches_at_once_have_deleted_files_and_those_of_a_save_point(kernel, tmp_path):

@@ -17,7 +17,16 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from ..criu import images
-from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
+from ..errors import (
+    GpuCkptError,
+    ImageArchived,
+    ImageDamaged,
+    ImageForged,
+    ImageFormat,
+    ImageNotFound,
+    QuotaExceeded,
+    StoreShared,
+)
 from ..files.atomic import remove_leftovers, write_atomically
 from ..files.disk import free, mapped_errors
 from ..node.hashes import Hashes
@@ -65,10 +74,20 @@ class Store:
         ``may_encrypt``: whether the key for encryption is needed, which moved images do not need.  Raises `KeyUnusable`
         when nothing could be sealed, or encrypted, `StoreUnwritable`, `StoreShared`, `StoreUnsuitable`.
         """
-        user_directory.prepare(self.named)
+        user_directory.prepare(self.named, self.root)
         self.keys.current()
         if may_encrypt:
             self.vault.secret()
+
+    def obstacle(self) -> StoreShared | None:
+        """Return why nothing may be written to the directory, nor restored from it: others can enter or remove it."""
+        with mapped_errors(self.root):
+            return user_directory.obstacle(self.named, self.root)
+
+    def require_private(self) -> None:
+        """Raise `StoreShared` if others could replace an image between its verification and its use."""
+        if problem := self.obstacle():
+            raise problem
 
     def free(self) -> int:
         """Return the bytes an unprivileged user may still write, as far as the file system reports its quotas."""
@@ -188,8 +207,9 @@ class Store:
     def begin_check(self, image: Image) -> BackgroundTask:
         """Do as `check` for a restore; the memory that CRIU only copies is verified in a background task.
 
-        Raises as `check`.  The caller runs nothing of the image before the task has ended.
+        Raises as `check`, and `StoreShared`.  The caller runs nothing of the image before the task has ended.
         """
+        self.require_private()
         self._require_content(image)
         manifest, proof = self._retry_after_sweep(lambda: verify.begin(image.path, self.keys))
         try:
@@ -222,14 +242,20 @@ class Store:
         self.generations.require_current(verified)
 
     def readable(self, image: Image) -> AbstractContextManager[encryption.Readable]:
-        """Make ``image`` readable in the body.  Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`, `ImageBusy`."""
+        """Make ``image`` readable in the body.
+
+        Raises `StoreShared`, `KeyUnusable`, `ImageDamaged`, `NoMemory`, `ImageBusy`.
+        """
+        self.require_private()
         return encryption.readable(self.vault, image.path, image.manifest)
 
     def seal(self, image: Image) -> Image:
         """Hash and seal an image as it is now, also one that another user or release made.
 
-        Raises as `remove`, and `ImageArchived`: without its content it would be sealed as an image that has none.
+        Raises as `remove`, `StoreShared`, and `ImageArchived`: without its content it would be sealed as an image that
+        has none.
         """
+        self.require_private()
         with lease.acquire(image.path), mapped_errors(self.root):
             self._require_content(image)
             for name in (MANIFEST, SEAL):  # of a seal that broke off

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..cuda.gpus import Gpu
-from ..errors import BadRequest, GpuCkptError, ImageBusy, LimitReached, SavePointNotFound, StateError
+from ..errors import BadRequest, GpuCkptError, ImageBusy, LimitReached, NoSpace, SavePointNotFound, StateError
 from ..gate.gate import Gate
 from ..image import save_point
 from ..image.image import Image
@@ -98,7 +98,7 @@ class AgentRequests:
             self._log.exception("a request of a kernel could not be answered")
             unknown = GpuCkptError(f"The request could not be answered: {type(error).__name__}.")
             limit = GpuCkptError.from_exception(error)
-            reply["error"] = (limit if isinstance(limit, LimitReached) else unknown).as_dict()
+            reply["error"] = (limit if isinstance(limit, LimitReached | NoSpace) else unknown).as_dict()
         self._notify_kernel(gate, "gpu_ckpt_answer_request", reply)
 
     def _notify_kernel(self, gate: Gate, msg_type: str, content: dict[str, Any]) -> None:

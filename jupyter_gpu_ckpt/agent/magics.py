@@ -389,12 +389,16 @@ def _row(tensor: tensors.Tensor) -> tuple[str, ...]:
 
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table; a last column named ``bytes`` is aligned to the right."""
-    table = [heads, *rows]
+    """Format a table, with escapes for what is not printable; a last column named ``bytes`` is aligned to the right."""
+    table = [heads, *([_printable(text) for text in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table)]  # noqa: B905 -- strict is Python 3.10's
     sides = [*"<" * (len(heads) - 1), ">" if heads[-1] == "bytes" else "<"]
     layout = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths))  # noqa: B905
     return "\n".join(layout.format(*row).rstrip() for row in table)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def comparison_text(found: dict[str, Any], names: Sequence[str]) -> str:

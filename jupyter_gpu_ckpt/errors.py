@@ -624,7 +624,7 @@ class RemoteFailed(ImageError, code="REMOTE_FAILED", exit_status=74):
 
 
 class StoreUnwritable(ImageError, code="STORE_UNWRITABLE", exit_status=73):
-    """The image directory cannot be written."""
+    """The image directory cannot be read or written."""
 
     default_hint = "Check the directory's owner, mode and mount, or set another image directory."
 

@@ -26,6 +26,7 @@ from ..errors import (
     ImageNotFound,
     QuotaExceeded,
     StoreShared,
+    StoreUnwritable,
 )
 from ..files.atomic import remove_leftovers, write_atomically
 from ..files.disk import free, mapped_errors
@@ -150,11 +151,20 @@ class Store:
                 self.generations.close(kernel_id)
 
     def _names(self) -> list[str]:
-        """Return the sorted names of directories; without links, which may lead where this user cannot look."""
-        if not self.root.is_dir():
+        """Return the sorted names of directories; without links, which may lead where this user cannot look.
+
+        Raises `StoreShared` for a directory of others that this user cannot enter, `StoreUnwritable`.
+        """
+        try:
+            with os.scandir(self.root) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        with os.scandir(self.root) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        except OSError as error:
+            if isinstance(error, PermissionError):
+                self.require_private()
+            message = f"The image directory cannot be read: {error.strerror}."
+            raise StoreUnwritable(message, directory=str(self.root)) from error
 
     def damaged(self) -> dict[str, ImageFormat]:
         """Return the directories of this user whose manifest cannot be used, by id, and why."""
@@ -350,7 +360,7 @@ class Store:
 
         Save points keep theirs; the kernel does not sleep in any, and whatever it was restored from is free again.
         """
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, StoreUnwritable, StoreShared):
             needed = self._needed_links(but=kernel_id)
             for image in self.images():
                 if image.manifest.kernel_id == kernel_id and image.is_save_point:

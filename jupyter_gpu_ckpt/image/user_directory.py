@@ -70,6 +70,10 @@ def obstacle(named: Path, own: Path | None = None) -> StoreShared | None:
             hint = f"An administrator makes it sticky: `chmod +t {_quoted(named)}`."
             message = "The image directory is one in which other users could take your images away."
             return StoreShared(message, hint=hint, directory=str(named))
+        if not os.access(named, os.X_OK):
+            hint = f"Set another. An administrator may let everybody have one below it: `chmod 1777 {_quoted(named)}`."
+            message = "The image directory belongs to another user, and you may not enter it."
+            return StoreShared(message, hint=hint, directory=str(named))
         if not os.path.lexists(own) and not os.access(named, os.W_OK | os.X_OK):
             made = f"install -d -m 700 -o {os.geteuid()} -g {os.getegid()} {_quoted(own)}"
             hint = f"An administrator makes yours, `{made}`, or lets everybody make one: `chmod 1777 {_quoted(named)}`."

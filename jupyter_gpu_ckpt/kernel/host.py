@@ -248,6 +248,7 @@ class KernelHost:
             notebook=notebook,
             protected_until=None,
             directory=directory.name,
+            private=plan.private,
             fallback_name=launch.fallback_name,
             kernel_key=was.kernel_key if source.manifest.branched_from else str(was.front["key"]),
         )
@@ -424,6 +425,7 @@ class KernelHost:
             has_agent=session.has_agent,
             known_as=Path(session.runtime_dir),
             sockets=Path(session.sockets) if session.sockets else None,
+            private=session.private,
             renew=renew,
             outlive=launch.outlive,
             key=str(session.front["key"]),

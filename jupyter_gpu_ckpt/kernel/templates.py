@@ -87,7 +87,7 @@ def create(store: Store, source: Image, name: str, *, accept_differences: bool =
     plan.require(accept_differences)
     key = plan.session.kernel_key if source.manifest.branched_from else str(plan.session.front["key"])
     session = dataclasses.replace(plan.session, kernel_id=str(uuid.uuid4()), notebook="", kernel_key=key)
-    session = dataclasses.replace(session, kernel_name=used, fallback_name="")
+    session = dataclasses.replace(session, kernel_name=used, fallback_name="", private=plan.private)
     kernel = NewKernel(session.kernel_id, used, session.write, is_template=True)
     image = branch.copy(store, source, kernel, SavePoint(name))
     try:

@@ -314,3 +314,34 @@ async def test_a_semaphore_that_would_be_one_for_both_kernels_is_named_before(ke
             pass
     async with branch_of(image.id, kernel, tmp_path / "branch", accept_differences=True) as branch:
         assert await branch.run("print(lock.acquire(timeout=10)); lock.release()") == "True"
+
+
+async def test_a_branch_s_manager_is_its_own_whatever_becomes_of_the_other(kernel, tmp_path):
+    """Its server listens at a path that the other kernel's has, too, in a directory that the program removes."""
+    await kernel.run("import multiprocessing; manager = multiprocessing.Manager(); shared = manager.dict(x=1)")
+    await kernel.run("fork = multiprocessing.get_context('fork')")
+    await kernel.run("import os, threading; path = manager.address; print(path)")
+    await kernel.run("%gpu_checkpoint --save point")
+    assert (await kernel.provisioner.branch_plan("point")).differs == []
+    image = await kernel.provisioner.branch_image("point")
+    # A new thread connects anew: by the path.
+    write = "thread = threading.Thread(target=shared.update, kwargs={{'x': {0}}}); thread.start(); thread.join()"
+    read = "print(fork.Pool(1).apply(dict, (shared,)), os.path.exists(path))"
+    async with (
+        branch_of(image.id, kernel, tmp_path / "one") as one,
+        branch_of(image.id, kernel, tmp_path / "two") as two,
+    ):
+        for number, each in enumerate((kernel, one, two)):
+            await each.run(write.format(number + 10))
+        assert [await each.run(read) for each in (kernel, one, two)] == [f"{{'x': {n}}} True" for n in (10, 11, 12)]
+        await one.provisioner.checkpoint()
+        assert await one.run(read) == "{'x': 11} True"
+        async with branch_of((await one.provisioner.save("again")).id, one, tmp_path / "three") as three:
+            await three.run(write.format(13))
+            assert [await each.run(read) for each in (one, three)] == ["{'x': 11} True", "{'x': 13} True"]
+        assert await one.run(read) == "{'x': 11} True", "the branch's end has taken its source's"
+        await kernel.run("manager.shutdown(); import shutil; shutil.rmtree(os.path.dirname(path))")
+        await one.run(write.format(21))
+        assert [await each.run(read) for each in (one, two)] == ["{'x': 21} True", "{'x': 12} True"]
+        await two.provisioner.checkpoint()
+        assert await two.run(read) == "{'x': 12} True"

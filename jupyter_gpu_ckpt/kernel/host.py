@@ -36,6 +36,7 @@ from ..lifecycle.context import Engine, Home
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State, Step
 from ..lifecycle.settings import LifecycleSettings
+from ..node.changed_files import how_to_accept
 from ..process import descriptors
 from ..trace import Sink, StepEvent, Trace
 from . import automatic_saves, branching
@@ -51,16 +52,23 @@ from .worker import Worker
 #: Why kernels of a `Launch.key` are started plainly, as long as this process lives.  They end before their first answer
 #: in a capsule: for example because they can listen on TCP only.
 UNFIT: dict[tuple[str, ...], KernelUnfit] = {}
+#: How changed files are accepted for a branch, by each way to request one (docs/branches.md).
+_ACCEPT_IN_BRANCH = "begin the branch with `--accept-changed-files`"
 #: Signals that others send, Linux where memory is short among them: a kernel that they end may well live in a capsule.
 _SENT = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+
+#: The fields of `BranchPoint` that a request for a branch may set.
+BRANCH_FLAGS = ("reseed", "accept_differences", "accept_changed_files")
 
 
 @dataclass(frozen=True)
 class BranchPoint:
     """The image that a kernel starts from, in place of a launch: that of another kernel.
 
-    ``reseed``, ``is_template``: see `image.branch.NewKernel`.  ``accept_changed_files``: for its restore; None: as the
-    settings say.  ``accept_differences``: it may start although something cannot exist twice (`branching.BranchPlan`).
+    ``reseed``, ``is_template``: see `image.branch.NewKernel`.  ``accept_changed_files``: for its restore; None: as is
+    recorded with the image (`Image.accept_changed_files`), or else as the settings say.  ``accept_differences``: it may
+    start although something cannot exist twice (`branching.BranchPlan`).
     """
 
     image: str
@@ -248,6 +256,9 @@ class KernelHost:
             directory=directory.name,
             kernel_key=was.kernel_key if source.manifest.branched_from else str(was.front["key"]),
         )
+        accept = point.accept_changed_files
+        if accept is None and source.accepts_changed_files:
+            accept = True
         kernel = NewKernel(
             self.kernel_id, launch.kernel_name, session.write, reseed=point.reseed, is_template=point.is_template
         )
@@ -262,12 +273,14 @@ class KernelHost:
                 write_atomically(directory / "connection.json", json.dumps(inside), durable=False)
             _, lifecycle = self._prepare(engine, launch, session, back)
             lifecycle.attach(image=image)
-            lifecycle.restore(accept_changed_files=point.accept_changed_files)
+            lifecycle.restore(accept_changed_files=accept)
         except BaseException as error:
             self._stop_gate()
             if isinstance(error, GpuCkptError):
                 error.left = f"the image is kept as {source.id}"
-                error.hint = error.hint.replace(image.id, source.id) if image is not None else error.hint
+                if image is not None:  # which is deleted
+                    error.substitute(how_to_accept(image.id), _ACCEPT_IN_BRANCH)
+                    error.substitute(image.id, source.id)
             if image is not None:
                 with contextlib.suppress(GpuCkptError):
                     engine.store.remove(image)

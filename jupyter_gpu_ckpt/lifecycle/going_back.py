@@ -25,6 +25,7 @@ from ..image.encryption import Readable
 from ..image.image import Image
 from ..image.kept_files import KeptFile
 from ..image.lease import MOMENT
+from ..image.manifest import Manifest
 from ..image.store import Store
 from ..node.match import require
 from ..node.mismatch import Mismatch
@@ -62,24 +63,45 @@ def check(kernel: KernelState, point: Image, files: FilesChoice) -> list[str]:
     with point.lease(MOMENT):
         engine.store.begin_check(point).cancel(wait_for_end=True)  # the rest is verified as it is read
         aside = links.set_aside(point.manifest)
-        names = {second: path for path, second in aside.items()}
-        wanted = point.manifest.fingerprint.get("files", {})
-        fingerprint = {**point.manifest.fingerprint, "files": {aside.get(path, path): wanted[path] for path in wanted}}
-        manifest = dataclasses.replace(point.manifest, fingerprint=fingerprint)
+        manifest = _with_links_aside(point.manifest, aside)
 
         def compare(accept: bool) -> list[Mismatch]:
             found = compatibility.mismatches(
                 manifest, engine.store, engine.gpus, engine.criu_version, accept_changed_files=accept
             )
-            found = [each for each in found if each.field not in _LATER]
-            return [
-                dataclasses.replace(each, what=names.get(each.what, each.what), path=names.get(each.path, each.path))
-                for each in found
-            ]
+            return _by_first_names([each for each in found if each.field not in _LATER], aside)
 
         found, then = settle(point, files, compare, insist=True, aside=aside)
     require(found, point.id)
     return then
+
+
+def _with_links_aside(manifest: Manifest, aside: Mapping[str, str]) -> Manifest:
+    """Return a manifest whose files are looked for where they are now (`links.set_aside`)."""
+    wanted = manifest.fingerprint.get("files", {})
+    fingerprint = {**manifest.fingerprint, "files": {aside.get(path, path): wanted[path] for path in wanted}}
+    return dataclasses.replace(manifest, fingerprint=fingerprint)
+
+
+def _by_first_names(found: Iterable[Mismatch], aside: Mapping[str, str]) -> list[Mismatch]:
+    """Return mismatches of `_with_links_aside` with the names that the files have for the user."""
+    names = {second: path for path, second in aside.items()}
+    return [
+        dataclasses.replace(each, what=names.get(each.what, each.what), path=names.get(each.path, each.path))
+        for each in found
+    ]
+
+
+def unusable_files(store: Store, image: Image) -> list[Mismatch]:
+    """Return the mismatches of files that no kernel can do without which starts from an image as from a template.
+
+    Changed data is accepted there, and a file that is missing is put back if the image has a copy of it, or will have.
+    """
+    aside, kept = links.set_aside(image.manifest), kept_files.of_image(image)
+    manifest = _with_links_aside(image.manifest, aside)
+    found = compatibility.file_mismatches(manifest, store, accept_changed_files=True)
+    hard = [each for each in _by_first_names(found, aside) if each.hard]
+    return [each for each in hard if each.field != "file_missing" or not (each.path in kept and kept[each.path].kept)]
 
 
 def _require_known(point: Image, files: FilesChoice) -> None:

@@ -185,6 +185,10 @@ class KernelHost:
         self._owner, self._log = owner, log
         #: Whether a cell has ended that is in no save point yet and wants one; while one is made, until it is drained.
         self._save_due = self._saves_after_cells = False
+        #: Saves and goings back that cells have requested, until the kernel is drained for them, or they fail; and the
+        #: one whose verb runs.
+        self._requested: list[Mapping[str, Any]] = []
+        self._running_request: Mapping[str, Any] | None = None
         self._unanswered: Lifecycle | None = None
         self._front: dict[str, Any] = {}
         self._registration: Registration | None = None
@@ -419,6 +423,7 @@ class KernelHost:
                 identity=session.identity,
                 stable_name=session.has_agent,  # ipykernel's sockets hand over
                 may_nudge=self._may_nudge,
+                keeps_queueing=self._goes_back_next,
             )
             self.gate.start()
             self._front = session.front
@@ -666,7 +671,8 @@ class KernelHost:
         if lifecycle is None or gate is None:
             return
         if content.get("now"):
-            self.agent_requests.answer(content, lifecycle, gate)
+            requested = [*self._requested, *content.get("requested", ())]
+            self.agent_requests.answer({**content, "requested": requested}, lifecycle, gate)
             return
         if content.get("verb") == "interrupt":
             self.interrupted()
@@ -691,9 +697,36 @@ class KernelHost:
         elif verb in verbs:
             if verb == "save_after_cell":
                 self._save_due = True
-            self.worker.submit(functools.partial(self._run_verb, verbs[verb], gate))
+            self._submit_requested(content, verbs[verb], gate)
         else:
             self._log.warning("Kernel %s requested an unknown verb.", self.kernel_id)
+
+    def _submit_requested(self, content: Mapping[str, Any], call: Callable[[], Any], gate: Gate) -> None:
+        """Have a verb run that a cell has requested, after those requested before.  Raises `LimitReached`."""
+
+        def forget() -> None:
+            with contextlib.suppress(ValueError):
+                self._requested.remove(content)
+
+        def run() -> None:
+            self._running_request = content
+            try:
+                call()
+            finally:
+                self._running_request = None
+                forget()  # before queued messages are released for a verb that has failed
+
+        if content.get("verb") in ("save", "back"):
+            self._requested.append(content)
+        try:
+            self.worker.submit(functools.partial(self._run_verb, run, gate))
+        except BaseException:
+            forget()
+            raise
+
+    def _goes_back_next(self) -> bool:
+        """Return whether a cell has requested to go back, and the kernel is not drained for that yet."""
+        return any(each.get("verb") == "back" for each in tuple(self._requested))
 
     def _shut_down(self, lifecycle: Lifecycle, restart: bool) -> None:
         lifecycle.terminate()
@@ -730,8 +763,12 @@ class KernelHost:
 
     def _step_traced(self, event: StepEvent) -> None:
         """Called on the worker's thread; all that the drained cells have requested came before."""
-        if self._saves_after_cells and (event.kind, event.step) == ("completed", Step.DRAIN.value):
+        if (event.kind, event.step) != ("completed", Step.DRAIN.value):
+            return
+        if self._saves_after_cells:
             self._save_due = False
+        if self._running_request in self._requested:
+            self._requested.remove(self._running_request)
 
     def _report_branch(self, gate: Gate, kernel_id: str, error: GpuCkptError | None) -> None:
         """Tell the user of a requested branch, in the next cell, which kernel it is or why there is none."""
@@ -752,3 +789,6 @@ class KernelHost:
                 gate.release()  # queued for this verb since the cell that requested it
             if gate.state is GateState.OPEN:
                 self.agent_requests.report_failure(error, gate)
+            elif gate.state is GateState.DRAINING:  # for a going back, whose kernel would not know of it
+                with contextlib.suppress(GpuCkptError):
+                    gate.notify(str(error))

@@ -28,6 +28,7 @@ from jupyter_gpu_ckpt.errors import (
     FilesDiffer,
     GpuCkptError,
     MissingFile,
+    NoSpace,
     SavePointExists,
     SavePointNotFound,
     StateError,
@@ -201,6 +202,67 @@ async def test_the_next_cells_find_a_save_point_that_is_not_published_yet(kernel
         event.set()
     monkeypatch.setattr(agent_requests, "_PUBLISH_TIMEOUT", 60)
     assert re.search(r"^x +changed", await kernel.run("%gpu_checkpoint --compare one"), re.MULTILINE)
+
+
+async def said(kernel, *cells: str) -> list[str]:
+    """Send the cells at once; of each what it printed, or the code of the error."""
+    printed: dict[str, str] = {kernel.client.execute(cell): "" for cell in cells}
+    ended: set[str] = set()
+    while ended < printed.keys():
+        message = await kernel.client.get_iopub_msg(timeout=60)
+        id, content = message["parent_header"].get("msg_id"), message["content"]
+        if id in printed:
+            printed[id] += content.get("text", "") if message["msg_type"] == "stream" else ""
+            printed[id] += content["evalue"] if message["msg_type"] == "error" else ""
+            ended |= {id} if content.get("execution_state") == "idle" else set()
+    return [text.strip() for text in printed.values()]
+
+
+async def test_no_cell_runs_between_a_save_and_a_going_back_of_one_cell(kernel):
+    await kernel.run("x = 'first'; y = []\n%gpu_checkpoint --save a")
+    await kernel.run("x = 'second'")
+    magics = "%gpu_checkpoint --save c\n%gpu_checkpoint --back a"
+    kernel.client.execute(magics)
+    while (await kernel.client.get_shell_msg(timeout=60))["content"].get("status") != "ok":
+        pass
+    assert (await said(kernel, "y.append(x)", "print(x, y)"))[1] == "first ['first']"
+    assert await kernel.run("print(x, y)") == "first ['first']"
+    await kernel.provisioner.back("c")
+    assert await kernel.run("print(x, y)") == "second []"
+
+
+async def test_a_cell_that_fails_to_save_before_it_goes_back_says_so_in_the_next_one(kernel, monkeypatch):
+    await kernel.run("x = 1\n%gpu_checkpoint --save a")
+    await kernel.run("x = 2")
+
+    def fail(*_: object, **__: object) -> None:
+        raise NoSpace("The disk is full.")
+
+    monkeypatch.setattr(kernel.lifecycle, "save", fail)
+    await kernel.run("%gpu_checkpoint --save c\n%gpu_checkpoint --back a")
+    assert "NO_SPACE" in await kernel.run("print(x)", stream="stderr")
+    assert await kernel.run("print(x)") == "1"
+
+
+async def test_what_a_cell_requests_after_it_has_requested_to_go_back_is_refused(kernel):
+    await kernel.run("import time; x = 1\n%gpu_checkpoint --save a")
+    await kernel.run("x = 2\n%gpu_checkpoint --save b")
+    await kernel.run("x = 3\n%gpu_checkpoint --saves")
+    for later in ("--back b", "--save c", "--branch b"):
+        [refused] = await said(kernel, f"%gpu_checkpoint --back a\n%gpu_checkpoint {later}")
+        assert "goes back to 'a', which is done before this" in refused
+        assert await kernel.run("print(x); x = 3") == "1"
+    sent = await said(kernel, "%gpu_checkpoint --back b\ntime.sleep(1)", "%gpu_checkpoint --back a", "x = 4")
+    assert "goes back to 'b', which is done before this" in sent[1]
+    assert await kernel.run("print(x)") == "2"
+    [refused] = await said(kernel, "x = 5\n%gpu_checkpoint --save c\n%gpu_checkpoint --back c")
+    assert refused.endswith("The save point 'c' is made when the cells that run or wait have ended.")
+    [refused] = await said(kernel, "%gpu_checkpoint --save d\n%gpu_checkpoint --save d")
+    assert refused.endswith("A cell has requested a save point 'd' already.")
+    [refused] = await said(kernel, "%gpu_checkpoint --branch\n%gpu_checkpoint --back c")
+    assert refused.endswith("A branch from this kernel as it is now begins when this cell has ended.")
+    await kernel.run("x = 6\n%gpu_checkpoint --back c")
+    assert await kernel.run("print(x)") == "5"
 
 
 async def test_a_suspended_kernel_is_saved_as_it_is(kernel):

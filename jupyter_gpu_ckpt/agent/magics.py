@@ -47,6 +47,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Called from argparse."""
+        if message.startswith("unrecognized arguments: ") and not message.startswith("unrecognized arguments: -"):
+            message += '; a name of several words needs quotes, as in "first try"'
         raise UsageError(f"{message} ({self.prog} --help)")
 
     def parse(self, line: str) -> argparse.Namespace:

@@ -184,6 +184,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         offsets: Clocks = UNSHIFTED,
         known_as: Path | None = None,
         sockets: Path | None = None,
+        private: Sequence[str] = (),
         stdout: int | Any = None,
         stderr: int | Any = None,
         beside: bool = False,
@@ -192,11 +193,12 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
 
         ``offsets`` are added to the host's clocks inside: `Clocks` of the dump minus `Clocks` now.  ``known_as``: the
         path at which the kernel finds ``directory``, if it comes from a host where that was another.  ``sockets``: a
-        path for a socket of the kernel; its directory is another name of ``directory``, too.  ``stdout`` and
-        ``stderr`` get the kernel's raw output, as for `subprocess.Popen`; by default the caller's own.  ``beside``:
-        another capsule lives in the directory: this one gets its own, which its processes find in the place of that,
-        and which no other owner finds before `replace_other`.  Raises `CapsuleError`, or `CapsuleGone` when its init is
-        killed at once; nothing is left behind then.
+        path for a socket of the kernel; its directory is another name of ``directory``, too.  ``private``: paths of
+        directories that the capsule has of its own (`private_directories`).  ``stdout`` and ``stderr`` get the kernel's
+        raw output, as for `subprocess.Popen`; by default the caller's own.  ``beside``: another capsule lives in the
+        directory: this one gets its own, which its processes find in the place of that, and which no other owner finds
+        before `replace_other`.  Raises `CapsuleError`, or `CapsuleGone` when its init is killed at once; nothing is
+        left behind then.
         """
         capsule = cls(directory)
         try:
@@ -215,6 +217,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             "boottime_ns": offsets.boottime,
             "known_as": str(known_as) if known_as != capsule.directory else "",
             "sockets": str(sockets.parent) if sockets else "",
+            "private": [*private],
             "report": reported,
         }
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule import namespaces
+from jupyter_gpu_ckpt.capsule.private_directories import PrivateDirectories
 from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, VERSION
 from jupyter_gpu_ckpt.capsule.root_process import fork_below, root_of
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
@@ -101,8 +103,16 @@ def _failure(work: Callable[[], object]) -> str:
 class Init:
     """The event loop of PID 1."""
 
-    def __init__(self, listener: socket.socket, rootless: bool, directory: str, host_mounts: int) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        rootless: bool,
+        directory: str,
+        host_mounts: int,
+        private: PrivateDirectories | None = None,
+    ) -> None:
         self.listener = listener
+        self.private = private
         #: A descriptor of the host's mount table: a file shows that of the namespace it was opened in.
         self.host_mounts = host_mounts
         self.mounted = procfs.mounts()
@@ -152,6 +162,8 @@ class Init:
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self.selector.register(self.waker, selectors.EVENT_READ, lambda: self.waker.recv(4096))
         self.selector.register(listener, selectors.EVENT_READ, self.connect)
+        if private is not None and (watch := private.watch()) is not None:
+            self.selector.register(watch, selectors.EVENT_READ, functools.partial(self.mount_private, watch, private))
 
     # -- the loop
 
@@ -415,6 +427,12 @@ class Init:
         """Copy the named files of an image back, before its processes are restored."""
         with self.mounting():
             self.shared_memory.load(source)
+
+    def mount_private(self, watch: select.epoll, private: PrivateDirectories) -> None:
+        """Mount private directories again whose paths others have removed."""
+        watch.poll(0)
+        with self.mounting(), contextlib.suppress(OSError):
+            private.mount()
 
     @contextlib.contextmanager
     def mounting(self) -> Iterator[None]:

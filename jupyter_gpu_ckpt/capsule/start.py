@@ -14,6 +14,7 @@ import signal
 import socket
 
 from jupyter_gpu_ckpt.capsule import namespaces
+from jupyter_gpu_ckpt.capsule.private_directories import PrivateDirectories
 from jupyter_gpu_ckpt.capsule.protocol import SOCKET
 from jupyter_gpu_ckpt.process import syscalls
 from jupyter_gpu_ckpt.process.ptrace import IS_KNOWN
@@ -64,6 +65,9 @@ def main(argument: str) -> int:
             for path in paths:
                 namespaces.mount_under_old_path(reopened, path)
             os.close(reopened)
+        private = PrivateDirectories(options["directory"], options["private"])
+        private.clear()
+        private.mount()
         # Through the directory's descriptor: the path of a unix socket may have 107 bytes, ours may be longer.
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"/proc/self/fd/{directory}/{SOCKET}")
@@ -79,7 +83,7 @@ def main(argument: str) -> int:
 
     gc.freeze()
     gc.enable()
-    return Init(listener, rootless, options.get("known_as") or options["directory"], host_mounts).serve()
+    return Init(listener, rootless, options.get("known_as") or options["directory"], host_mounts, private).serve()
 
 
 def wait_for_init(pid: int) -> int:

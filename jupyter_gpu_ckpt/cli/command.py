@@ -150,13 +150,15 @@ class GpuCkptCommand(JupyterApp):
             return Configured(config=Config({"GpuCkptProvisioner": known}))
 
     def store(self) -> Store:
-        """Return the images of this user, in the directory where kernels put them."""
+        """Return the images of this user, in the directory where kernels put them, with the configured key."""
+        from ..image.encryption import Vault
         from ..image.quota import Quota
         from ..image.store import Store
 
         configured = self.configured
         quota = Quota(configured.image_quota, configured.sleeping_quota)
-        return Store(Path(configured.image_dir), quota=quota)
+        vault = Vault(configured.encryption_key, Path(configured.memory_dir))
+        return Store(Path(configured.image_dir), vault=vault, quota=quota)
 
     @functools.cached_property
     def terminal(self) -> Terminal:

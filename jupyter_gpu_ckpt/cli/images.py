@@ -187,23 +187,27 @@ class CheckCommand(ImageCommand):
 
 class RemoveCommand(ImageCommand):
     description = (
-        "Delete images, damaged ones, too. The only copy of a sleeping kernel is deleted with --force only. If one of "
-        "several may not be deleted, none is."
+        "Delete images, damaged ones, too. The only copy of a sleeping kernel and the image of a template are deleted "
+        "with --force only. If one of several may not be deleted, none is."
     )
     arguments = ("IMAGE...",)
     examples = "jupyter gpu-ckpt rm 20261120T153012-0c0ffee0-a97839"
 
-    force = Bool(False, help="Delete also the only copy of a kernel, and an image that a newer release made.").tag(
+    force = Bool(False, help="Delete also a kernel's only copy, a template's image, and one of a newer release.").tag(
         option=True
     )
 
     def run(self) -> Result:
+        from ..kernel import templates
+
+        insist = "use --force"
         store = self.store()
         found: dict[str, Image | None] = {}
         for id in dict.fromkeys(self.extra_args):  # all of them exist and may go, or none is deleted
             try:
                 found[id] = image = store.get(id)
-                if not self.force and (refusal := only_copy(image, "use --force")) is not None:
+                refusal = None if self.force else only_copy(image, insist) or templates.refusal(image, insist)
+                if refusal is not None:
                     raise refusal
             except ImageFormat as error:
                 found[id] = None

@@ -15,8 +15,8 @@ from ..criu.install import dotted, find
 from ..cuda.gpus import Gpus
 from ..errors import BadRequest, CriuMissing, GpuCkptError, ImageBusy, ImageError, ImageNotFound
 from ..hub.slurm import features
-from ..image.encryption import Vault
-from ..image.store import Image, Store
+from ..image.store import Image
+from ..kernel import templates
 from ..kernel.registry import owned_by_id
 from ..lifecycle import compatibility
 from ..node.fingerprint import fingerprint
@@ -43,8 +43,7 @@ class MatchCommand(ImageCommand):
     def run(self) -> Result:
         gpu_map = self._gpu_map()
         configured = self.configured
-        vault = Vault(configured.encryption_key, Path(configured.memory_dir))
-        store = Store(Path(configured.image_dir), vault=vault)
+        store = self.store()
         image = store.get(self.extra_args[0])
         accepted = self.accept_changed_files or image.accepts_changed_files or configured.accept_changed_files
         with Gpus() as gpus:
@@ -91,7 +90,7 @@ class PushCommand(ImageCommand):
         id, url = self.extra_args
         image = store.get(id)
         if not self.keep:
-            _require_unowned(image)
+            _require_unneeded(image)
         count, began = image.manifest.bytes, time.monotonic()
         with progress(count, "Sending", quiet=self.as_json) as advance:
             sent = _remote(url).push(image, remove_from=None if self.keep else store, progress=advance)
@@ -102,8 +101,10 @@ class PushCommand(ImageCommand):
         self.terminal.line(f"{'Moved' if document['moved'] else 'Copied'} {document['id']}: {_rate(document)}.")
 
 
-def _require_unowned(image: Image) -> None:
-    """Refuse to move the image of a kernel whose server runs: it would look for the image here."""
+def _require_unneeded(image: Image) -> None:
+    """Refuse to move the image of a template, or of a kernel whose server runs: both would look for it here."""
+    if (refusal := templates.refusal(image, "push a copy with --keep")) is not None:
+        raise refusal
     kernel = owned_by_id(Path(image.manifest.runtime_dir), image.manifest.kernel_id)
     if kernel is not None and kernel["image"] == image.id:
         raise ImageBusy(

@@ -36,6 +36,11 @@ class Image:
         """Return whether the image is kept when its kernel comes back from it (`save_point`)."""
         return self.manifest.save_point is not None
 
+    @property
+    def is_templates(self) -> bool:
+        """Return whether the image was made for a template, not for one kernel."""
+        return self.is_save_point and bool(self.manifest.branched_from.get("is_template"))
+
     def retire(self) -> None:
         """Record that the kernel does not sleep in the image: no server attaches it by itself.  It stays usable."""
         if self.is_save_point:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..criu import exclusive
@@ -18,7 +19,8 @@ class BranchPlan:
     """The consequences of a branch from an image.
 
     ``differs``: state that cannot exist twice; ``shared``: files that both kernels may write to, shared memory among
-    them; ``unsafe``: why there must be no branch.  ``session``: of the image's kernel.
+    them; ``unsafe``: why there must be no branch.  ``session``: of the image's kernel.  ``private``: directories of
+    sockets that the branch has of its own: those which only the image's kernel uses, and which others cannot enter.
     """
 
     session: Session
@@ -26,6 +28,7 @@ class BranchPlan:
     differs: list[Exclusive]
     shared: list[str]
     unsafe: list[str]
+    private: list[str]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-serialisable data."""
@@ -41,14 +44,15 @@ class BranchPlan:
         # A closed connection is what every wake has, and files can be read by both.
         if (differs := [each for each in self.differs if each.kind != "connection"]) and not accept_differences:
             changes = "; ".join(f"{each.what} ({each.becomes})" for each in differs)
-            raise BranchDiffers(
-                f"This cannot exist twice, and is otherwise in a branch: {changes}.", left=left, plan=plan
-            )
+            message = f"This cannot exist twice, and is otherwise in a branch: {changes}."
+            if any(each.kind in ("port", "socket") for each in differs):
+                message += " What connects to an old port or name reaches the other kernel."
+            raise BranchDiffers(message, left=left, plan=plan)
 
 
 #: Where named semaphores are (sem_overview(7)).
 _SEMAPHORES = "/dev/shm/sem."  # noqa: S108 - read, not written
-_ONE_FOR_BOTH = "one for both kernels: a pool of processes that uses it breaks in each"
+_ONE_FOR_BOTH = "one for both kernels: a pool of processes that uses it hangs or breaks in each"
 
 
 def plan(store: Store, image: Image) -> BranchPlan:
@@ -60,6 +64,9 @@ def plan(store: Store, image: Image) -> BranchPlan:
     if (session := Session.read(image.path)) is None:
         raise ImageFormat("The image has no session of its kernel.", image=image.id)
     own = [f"{manifest.runtime_dir}/{KERNEL_SOCKETS}", *([f"{session.sockets}-"] if session.sockets else [])]
+    alone = (Path(each["path"]).parent for each in manifest.fingerprint.get("sockets", ()) if each.get("alone"))
+    private = sorted({*session.private, *map(str, alone)})
+    own += [f"{directory}/" for directory in private]
     with store.readable(image) as files:
         found = exclusive.find(files.criu_directory, own, manifest.notes)
     # Of the kernel's own port the agent knows (`agent.identity`); it is open in the image if a child has it, too.
@@ -73,7 +80,7 @@ def plan(store: Store, image: Image) -> BranchPlan:
     # One that has lost its name, as most of `multiprocessing`'s, is each kernel's own.
     semaphores = [path for path in shared if path.startswith(_SEMAPHORES)]
     differs += [Exclusive("semaphore", f"named semaphore {path}", _ONE_FOR_BOTH) for path in semaphores]
-    return BranchPlan(session, image.id, differs, shared, sorted(unsafe))
+    return BranchPlan(session, image.id, differs, shared, sorted(unsafe), private)
 
 
 def _is_written(file: dict[str, Any]) -> bool:

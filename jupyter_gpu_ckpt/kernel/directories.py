@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import secrets
 import socket
 import stat
@@ -21,6 +22,9 @@ from ..files.atomic import write_atomically
 from ..image.user_directory import VARIABLE
 from ..paths import data_directory
 
+_NAME_BYTES = 6
+#: The name of a kernel's directory.
+RUNTIME_DIR = re.compile(rf"[0-9a-f]{{{2 * _NAME_BYTES}}}")
 #: Seconds to wait for another server that chooses the directory of sockets.
 _LOCK_TIMEOUT = 10.0
 #: Directories of sockets that are remembered for a host.
@@ -100,7 +104,7 @@ def require_private(base: Path) -> None:
 
 def make_runtime_dir(base: Path, name: str = "") -> Path:
     """Make and return the 0700 directory of a kernel, with a fresh name if it has none.  Raises `CapsuleError`."""
-    directory = base / (name or secrets.token_hex(6))
+    directory = base / (name or secrets.token_hex(_NAME_BYTES))
     try:
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
         require_private(base)

@@ -12,8 +12,6 @@ from ..criu.install import dotted, find
 from ..cuda.cuda import Cuda
 from ..cuda.gpus import Gpus
 from ..cuda.helper_client import Helper
-from ..image.encryption import Vault
-from ..image.quota import Quota
 from ..image.store import Store
 from ..lifecycle.context import Engine
 from ..sharing import records
@@ -51,8 +49,7 @@ def use_engine(engine: Engine) -> None:
         _engines[engine.store.named] = engine
 
 
-def with_own_store(engine: Engine, vault: Vault, quota: Quota) -> Engine:
+def with_own_store(engine: Engine, store: Store) -> Engine:
     """Return ``engine`` with a store that encrypts, and limits images, as a kernel's configuration has it."""
-    store = Store(engine.store.named, engine.store.keys, vault, quota)
-    vault.sweep()
+    store.vault.sweep()
     return dataclasses.replace(engine, store=store)

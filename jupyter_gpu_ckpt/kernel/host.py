@@ -85,7 +85,8 @@ class Launch:
     ``front`` is the connection info for clients, ``connection_file`` the path of it in ``cmd``, ``root`` the root
     directory of the server, if there is one, ``base`` the directory of the kernels' sockets.  ``fast_path``: whether
     the kernel preloads the library for device memory, if it can: "auto" (its children, too), "kernel" or "off".
-    ``branch``: what it starts from, if that is an image.  Times in seconds.
+    ``branch``: what it starts from, if that is an image.  ``fallback_name``: `Session.fallback_name`.
+    Times in seconds.
     """
 
     cmd: list[str]
@@ -103,6 +104,7 @@ class Launch:
     stdout: Any = None
     stderr: Any = None
     branch: BranchPoint | None = None
+    fallback_name: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -258,6 +260,8 @@ class KernelHost:
             notebook=notebook,
             protected_until=None,
             directory=directory.name,
+            private=plan.private,
+            fallback_name=launch.fallback_name,
             kernel_key=was.kernel_key if source.manifest.branched_from else str(was.front["key"]),
         )
         accept = point.accept_changed_files
@@ -337,6 +341,7 @@ class KernelHost:
             root=launch.root,
             notebook=env.get("JPY_SESSION_NAME", ""),
             sockets=sockets,
+            fallback_name=launch.fallback_name,
         )
         announces = launch.fast_path == "auto" and fastpath.VARIABLE in env
         gate, lifecycle = self._prepare(engine, launch, session, back, announces=announces)
@@ -433,10 +438,12 @@ class KernelHost:
         home = Home(
             kernel_id=self.kernel_id,
             kernel_name=session.kernel_name,
+            fallback_name=session.fallback_name,
             runtime_dir=directory,
             has_agent=session.has_agent,
             known_as=Path(session.runtime_dir),
             sockets=Path(session.sockets) if session.sockets else None,
+            private=session.private,
             renew=renew,
             outlive=launch.outlive,
             key=str(session.front["key"]),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ class Session:
     ``path``: the working directory it was started in; ``root``: the root directory of the server that started it;
     ``protected_until``: until when no policy may suspend or checkpoint it, seconds since the epoch; ``sockets``:
     `Home.sockets`, or empty; ``kernel_key``: of a branch that has not run yet, the key of the kernel that it comes from
-    (`Home.kernel_key`); ``directory``: the name of its own runtime directory, if that is not the
-    last one of ``runtime_dir``: a branch knows its own by the path of that other kernel's.
+    (`Home.kernel_key`); ``private``: `Home.private`; ``directory``: the name of its own runtime directory, if that is
+    not the last one of ``runtime_dir``: a branch knows its own by the path of that other kernel's; ``fallback_name``:
+    of a template's kernel, the kernelspec that the template was made of, to be used when the template is removed.
     """
 
     kernel_id: str
@@ -49,6 +50,8 @@ class Session:
     sockets: str = ""
     kernel_key: str = ""
     directory: str = ""
+    private: list[str] = field(default_factory=list)
+    fallback_name: str = ""
 
     def write(self, directory: Path) -> None:
         """Write the session to ``directory``, atomically, readable by the owner alone."""

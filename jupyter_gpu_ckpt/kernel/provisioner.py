@@ -43,7 +43,7 @@ from ..lifecycle.rates import RATES
 from ..lifecycle.settings import REFRESHED, LifecycleSettings
 from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
-from . import automatic_saves, branching
+from . import automatic_saves, branching, kernelspecs
 from .agent_injection import NOTICE, PLAIN, rewrite
 from .agent_requests import AgentRequests
 from .branching import BranchPlan
@@ -147,6 +147,10 @@ class GpuCkptProvisioner(LocalProvisioner):
         help="Name of an image that kernels start from, in place of a launch; a kernelspec sets it (`jupyter gpu-ckpt "
         "template create`)."
     ).tag(config=True)
+    template_kernelspec = Unicode(
+        help="Name of the kernelspec that the template was made of, as which its kernels continue when the template is "
+        "removed; a template's kernelspec sets it."
+    ).tag(config=True)
     automatic_save_points = Int(
         5,
         min=1,
@@ -237,6 +241,11 @@ class GpuCkptProvisioner(LocalProvisioner):
     @default("runtime_base")
     def _default_runtime_base(self) -> str:
         return str(default_runtime_base())
+
+    def store(self) -> Store:
+        """Return the images of this user, with the key and the limits that are configured."""
+        vault, quota = Vault(self.encryption_key, Path(self.memory_dir)), Quota(self.image_quota, self.sleeping_quota)
+        return Store(Path(self.image_dir), vault=vault, quota=quota)
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -333,8 +342,21 @@ class GpuCkptProvisioner(LocalProvisioner):
         if (start := getattr(kernels, "start_branch", None)) is not None:  # the server's, with a notebook
             return str(await start(self.kernel_id, point))
         same = {name: self._arguments[name] for name in ("env", "cwd") if name in self._arguments}
-        started = kernels.start_kernel(kernel_name=manager.kernel_name, **same, branch_of=point)
-        return str(await ensure_async(started))
+        try:
+            started = kernels.start_kernel(kernel_name=self.kernelspec_for_branch(), **same, branch_of=point)
+            return str(await ensure_async(started))
+        except BaseException:
+            drop_failed_starts(kernels)
+            raise
+
+    def kernelspec_for_branch(self) -> str:
+        """Return the name of the kernelspec that a branch has: the kernel's own, or what took its place.
+
+        Raises `StateError`.
+        """
+        assert self.parent is not None
+        names = (self.parent.kernel_name, self._checkpointable().home.fallback_name)
+        return kernelspecs.choose(self.parent.kernel_spec_manager, *names)
 
     async def branch_image(self, name: str = "") -> Image:
         """Return the image that a branch starts from; make it if there is no ``name`` and the kernel is awake.
@@ -502,7 +524,7 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     def _find_orphan(self) -> Orphan | None:
         """Find a kernel of this id without an owner, which is attached instead of starting another."""
-        store = Store(Path(self.image_dir))
+        store = self.store()
         try:
             return find_orphan(self.kernel_id, Path(self.runtime_base), store)
         except HostError:  # the launch raises it, too
@@ -553,8 +575,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             return await super().launch_kernel(cmd, **kwargs)
         try:
             engine = await asyncio.to_thread(shared_engine, Path(self.image_dir))
-            vault = Vault(self.encryption_key, Path(self.memory_dir))
-            engine = with_own_store(engine, vault, Quota(self.image_quota, self.sleeping_quota))
+            engine = with_own_store(engine, self.store())
             try:
                 await asyncio.to_thread(self._host.start, engine, launch, found)
             except GateError:
@@ -565,6 +586,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         except GpuCkptError as error:
             self._host.close()
             if not isinstance(error, HostError) or (point is not None and not point.is_template):
+                if self.parent is not None and not self._launched:  # jupyter_client would leave the file
+                    self.parent.cleanup_connection_file()
                 raise
             self.log.warning("Kernel %s is started plainly and cannot be checkpointed: %s", self.kernel_id, error)
             # With the agent all the same: it shows why, and what uses the GPU's memory.
@@ -657,6 +680,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             stdout=kwargs.get("stdout"),
             stderr=kwargs.get("stderr"),
             branch=branch,
+            fallback_name=self.template_kernelspec,
         )
 
     # -- as the owner of its host (`KernelOwner`)
@@ -809,3 +833,13 @@ class GpuCkptProvisioner(LocalProvisioner):
         image, directory = self.lifecycle and self.lifecycle.image, self._host.directory
         ours = {"state": self.state.value, "image": image.id if image else None}
         return {**info, **ours, "runtime_dir": str(directory) if directory else None}
+
+
+def drop_failed_starts(kernels: MultiKernelManager) -> None:
+    """Drop kernels that could not be started from those that ``kernels`` is starting.
+
+    jupyter_client keeps them there, and fails to shut them down when it shuts down all.
+    """
+    for kernel_id, task in tuple(kernels._pending_kernels.items()):
+        if task.done() and kernel_id not in kernels:
+            del kernels._pending_kernels[kernel_id]

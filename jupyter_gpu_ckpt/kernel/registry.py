@@ -6,6 +6,10 @@ from process ids.  `reap` removes the directories of dead owners.
 To see whether a directory is locked is to lock it, and a new directory exists for a moment before it is locked.  So
 all that make, inspect or remove directories first lock the base: else a starting kernel could lose its directory to
 another's `reap`, or its lock to an inspection.
+
+A branch, and a kernel of a template, know their directory by the path of the kernel that they come from
+(`Session.runtime_dir`), where their capsule mounts it.  So that path stays, as an empty directory, as long as one of
+them needs it: Linux unmounts what is mounted on a directory that is removed, in all namespaces.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from ..capsule.capsule import Capsule, remove_beside
 from ..errors import CapsuleError, CapsuleGone, ProtocolVersion, StateError
 from ..files.atomic import write_atomically
 from ..image import layout
-from .directories import make_runtime_dir, require_private, writing
+from .directories import RUNTIME_DIR, make_runtime_dir, require_private, writing
 
 RECORD = "kernel.json"
 #: Of the record: to be raised when a reader has to know of a change.
@@ -53,6 +57,7 @@ class Registration:
 
     def _claim(self) -> None:
         with writing(self.directory), _locked_base(self.directory.parent):
+            self.directory.mkdir(mode=0o700, exist_ok=True)  # it may be gone since, as an empty one
             try:
                 self._lock.acquire()
             except Timeout as error:
@@ -92,8 +97,8 @@ class Registration:
     def remove(self) -> None:
         """Remove and unlock the directory.  Never raises: `reap` removes what cannot be removed now."""
         with contextlib.suppress(CapsuleError, OSError), _locked_base(self.directory.parent):
-            remove_beside(self.directory)
-            shutil.rmtree(self.directory, ignore_errors=True)
+            _remove(self.directory)
+            _remove_unused(self.directory.parent)
         self._lock.release()
 
 
@@ -155,9 +160,9 @@ def reap(base: Path) -> list[Path]:
                 if not _is_owned(directory) and not _is_alive(directory):
                     with contextlib.suppress(OSError, ProtocolVersion):
                         _note_lost(base, directory)
-                    remove_beside(directory)
-                    shutil.rmtree(directory, ignore_errors=True)
+                    _remove(directory)
                     removed.append(directory)
+            _remove_unused(base)
     return removed
 
 
@@ -172,6 +177,8 @@ def claim_lost(base: Path, kernel_id: str, notebook: str) -> str:
         same = [(path, note) for path, note in notes if notebook and note.get("notebook") == notebook]
         for path, _ in [*mine, *same]:
             path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there are others
+            (base / _LOST).rmdir()
         if mine or same:
             return str((mine or same)[-1][1]["kernel_id"])
     return ""
@@ -188,6 +195,36 @@ def _note_lost(base: Path, directory: Path) -> None:
         old.unlink(missing_ok=True)
     note = {"kernel_id": record["kernel_id"], "notebook": session.get("notebook", "")}
     write_atomically(notes / f"{directory.name}.json", json.dumps(note), durable=False)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a kernel's directory, or only its content if other kernels know theirs by its path.  Never raises."""
+    remove_beside(directory)
+    if directory.name not in _known_names(directory.parent, but=directory):
+        shutil.rmtree(directory, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _remove_unused(base: Path) -> None:
+    """Remove empty directories of kernels that have ended, by whose paths no kernel knows its own.  Never raises."""
+    known = _known_names(base)
+    with contextlib.suppress(OSError):
+        for path in base.iterdir():
+            if RUNTIME_DIR.fullmatch(path.name) and path.name not in known:
+                with contextlib.suppress(OSError):  # it is not empty
+                    path.rmdir()
+
+
+def _known_names(base: Path, but: Path | None = None) -> set[str]:
+    """Return the last names of the paths by which kernels know their directories, but for the one in ``but``."""
+    sessions = [_json(path / layout.SESSION) for path in _directories(base) if path != but]
+    return {Path(str(session.get("runtime_dir", ""))).name for session in sessions}
 
 
 @contextlib.contextmanager

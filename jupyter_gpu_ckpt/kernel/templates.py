@@ -18,15 +18,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+from jupyter_client.kernelspec import KernelSpecManager
 
-from ..errors import BadRequest, BranchDiffers, BranchUnsafe, GpuCkptError, ImageNotFound, TemplateNotFound
+from ..errors import (
+    BadRequest,
+    BranchDiffers,
+    BranchUnsafe,
+    GpuCkptError,
+    ImageBusy,
+    ImageNotFound,
+    StateError,
+    TemplateNotFound,
+)
 from ..image import branch
 from ..image.branch import NewKernel
 from ..image.save_point import SavePoint
 from ..image.store import Image, Store
 from ..lifecycle import going_back
-from . import branching
+from . import branching, kernelspecs
 from .agent_injection import PROVISIONER
 from .branching import BranchPlan
 
@@ -43,6 +52,21 @@ class Template:
 def templates() -> list[Template]:
     """Return the templates of this user, by name."""
     return sorted(_found(), key=lambda each: each.name)
+
+
+def refusal(image: Image, insist: str) -> ImageBusy | None:
+    """Return the refusal to take an image away that a template is made of; None if it is of none.
+
+    ``insist`` says how to do it all the same.
+    """
+    name = next((each.name for each in _found() if each.image == image.id), "")
+    if not name:
+        return None
+    return ImageBusy(
+        f"Image {image.id} is that of template {name!r}, whose kernels would start without it.",
+        hint=f"`jupyter gpu-ckpt template remove {name}` removes both; or {insist}.",
+        left=f"the image is kept as {image.id}",
+    )
 
 
 def _found() -> Iterator[Template]:
@@ -65,22 +89,22 @@ def create(store: Store, source: Image, name: str, *, accept_differences: bool =
     manager, name = KernelSpecManager(), name.lower()  # as it is installed, in the place of one with the same name
     if name in manager.find_kernel_specs():
         raise BadRequest(f"There is a kernelspec {name!r} already.", hint="Choose another name.")
-    try:
-        spec = manager.get_kernel_spec(source.manifest.kernel_name)
-    except NoSuchKernel as error:
-        message = f"The kernelspec of the image's kernel, {source.manifest.kernel_name!r}, is not here."
-        raise BadRequest(
-            message, hint="Install it first: kernels start by it where the template cannot be used."
-        ) from error
     plan = branching.plan(store, source)
+    try:  # of a template's kernel: not that template's, so that either can be removed without the other
+        used = kernelspecs.choose(manager, plan.session.fallback_name, source.manifest.kernel_name)
+    except StateError as error:
+        hint = "Install it first: kernels start by it where the template cannot be used."
+        raise BadRequest(error.message, hint=hint) from error
+    spec = manager.get_kernel_spec(used)
     _require_usable(store, source, plan, accept_differences)
     key = plan.session.kernel_key if source.manifest.branched_from else str(plan.session.front["key"])
     session = dataclasses.replace(plan.session, kernel_id=str(uuid.uuid4()), notebook="", kernel_key=key)
-    kernel = NewKernel(session.kernel_id, source.manifest.kernel_name, session.write, is_template=True)
+    session = dataclasses.replace(session, kernel_name=used, fallback_name="", private=plan.private)
+    kernel = NewKernel(session.kernel_id, used, session.write, is_template=True)
     image = branch.copy(store, source, kernel, SavePoint(name))
     try:
         shown = f"{name} (template of {spec.display_name})"
-        config = {"provisioner_name": PROVISIONER, "config": {"template": image.id}}
+        config = {"provisioner_name": PROVISIONER, "config": {"template": image.id, "template_kernelspec": used}}
         document = {**spec.to_dict(), "display_name": shown}
         document["metadata"] = {**spec.metadata, "kernel_provisioner": config}
         _install(manager, name, document, Path(spec.resource_dir))

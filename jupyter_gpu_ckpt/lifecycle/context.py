@@ -98,11 +98,15 @@ class Home:
     kernel_name: str
     runtime_dir: Path
     has_agent: bool
+    #: The kernelspec to use when that of `kernel_name` is removed, a template; empty if there is none.
+    fallback_name: str = ""
     #: The path of that directory inside the capsule, if it differs: the kernel came from another host.
     known_as: Path | None = None
     #: The path of its sockets inside the capsule, without ``-`` and the number of a channel, if they are not in
     #: `inner_dir`: a short one, for kernels that may know no longer ones.  The directory of it is the same directory.
     sockets: Path | None = None
+    #: Directories of sockets that the capsule has of its own: where the kernel that a branch comes from has others.
+    private: Sequence[str] = ()
     #: Creates ``runtime_dir`` again if it was removed while the kernel was checkpointed; raises `RuntimeDirectory`.
     renew: Callable[[], object] = lambda: None
     #: Whether the kernel outlives this process.
@@ -138,6 +142,7 @@ class Home:
                 offsets=Clocks(manifest.monotonic, manifest.boottime) - Clocks.now(),
                 known_as=Path(manifest.runtime_dir),
                 sockets=self.sockets,
+                private=self.private,
                 stdout=self.stdout,
                 stderr=self.stderr,
                 beside=beside,
@@ -166,6 +171,11 @@ class Home:
     def own_sockets(self) -> tuple[str, ...]:
         """The beginnings of the paths of the kernel's own unix sockets, inside the capsule."""
         return (f"{self.inner_dir}/{KERNEL_SOCKETS}", *([f"{self.sockets}-"] if self.sockets else []))
+
+    @property
+    def unshared_sockets(self) -> tuple[str, ...]:
+        """The beginnings of the paths of sockets that only the capsule has, whatever else is there outside."""
+        return (*self.own_sockets, *(f"{directory}/" for directory in self.private))
 
 
 #: Of a verb of a kernel that is ended meanwhile.

@@ -31,7 +31,7 @@ from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.image import Image
 from ..image.manifest import Manifest
-from ..node.facts import unreachable
+from ..node.facts import is_bound, unreachable
 from ..node.fingerprint import fingerprint
 from ..process import connections, descriptors, shared_memory
 from ..process.sockets import let_ports_be_rebound
@@ -587,21 +587,31 @@ def _fingerprint(attempt: Attempt, directory: Path, regular_files: Iterable[imag
 
 
 def _sockets(attempt: Attempt) -> list[dict[str, Any]]:
-    """Return the unix sockets with a file outside the runtime directory: a restore creates them again.
+    """Return the unix sockets with a file where others may have one, too: a restore creates them again.
 
-    ``directory``: mode, owner and group of the directory that each is in.
+    ``directory``: mode, owner and group of the directory that each is in; ``alone``: nobody else has anything in it.
     """
-    own = attempt.kernel.home.own_sockets
+    own = attempt.kernel.home.unshared_sockets
     found = (socket for process in attempt.notes.values() for socket in process.get("sockets", {}).values())
     paths = [each["path"] for each in found if "path" in each and not each["path"]["path"].startswith(own)]
-    noted = []
+    by_directory: dict[Path, set[str]] = {}
     for each in paths:
-        directory: list[int] = []
+        by_directory.setdefault(Path(each["path"]).parent, set()).add(Path(each["path"]).name)
+    directories: dict[Path, dict[str, Any]] = {}
+    for path, names in by_directory.items():
+        directories[path] = {"directory": [], "alone": False}
         with contextlib.suppress(OSError):
-            facts = Path(each["path"]).parent.stat()
-            directory = [stat.S_IMODE(facts.st_mode), facts.st_uid, facts.st_gid]
-        noted.append({**each, "directory": directory})
-    return noted
+            facts = path.stat()
+            mode = stat.S_IMODE(facts.st_mode)
+            alone = mode == 0o700 and facts.st_uid == os.geteuid() and not _others(path, names)
+            directories[path] = {"directory": [mode, facts.st_uid, facts.st_gid], "alone": alone}
+    return [{**each, **directories[Path(each["path"]).parent]} for each in paths]
+
+
+def _others(directory: Path, names: set[str]) -> bool:
+    """Return whether there is anything else than sockets of these names, and those that no process has any more."""
+    others = [path for path in directory.iterdir() if path.name not in names]
+    return any(not path.is_socket() or is_bound(str(path)) for path in others)
 
 
 def end_process(attempt: Attempt) -> None:

@@ -365,7 +365,9 @@ def judge_report(
     if writes and deleted and os.geteuid() != 0:
         path = deleted[0]["path"]
         findings.append(blocking(errors.DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))
-    if connected := report.get("sockets"):
+    # Listeners, and sockets of UDP and netlink, come back as they are; what cannot be saved the dump refuses.
+    connected = [each for each in report.get("sockets") or () if each.get("kind") == "tcp" and each.get("remote")]
+    if connected:
         inside = inside_connections(tree)
         if outside := [each for each in connected if each.get("inode") not in inside]:
             unread = sum(_outside(connections.holders(tree[:1]), inside).values())

@@ -313,7 +313,7 @@ def _prepare_ahead(kernel: KernelState, image: Image) -> ProcessesAhead | None:
     try:
         verification = store.begin_check(image)
         ahead = ProcessesAhead(lease, verification, restore, is_still_true)
-        own = kernel.home.own_sockets
+        own = kernel.home.unshared_sockets
         twice = [each for each in exclusive.find(directory, own, manifest.notes) if each.kind != "connection"]
         if not (twice or images.ghost_names(directory)) and is_still_true():
             return ahead
@@ -422,7 +422,7 @@ def _view(
             if separates:
                 moved = f"{home.inner_dir}/{MOVED}"
                 separated = exclusive.separate(
-                    directory, view, home.own_sockets, exclusive.free_port, moved, manifest.notes
+                    directory, view, home.unshared_sockets, exclusive.free_port, moved, manifest.notes
                 )
         except OSError as error:
             raise RuntimeDirectory(f"{capsule.directory} cannot be written: {error.strerror}.") from error

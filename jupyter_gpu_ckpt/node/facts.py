@@ -158,10 +158,10 @@ def occupant(path: str, inode: int, mtime: int) -> str:
     # Of another host's processes this one knows nothing.
     points = mounts()
     elsewhere = points.get(mount_of(path, points)) in NETWORK_FILESYSTEMS
-    return "a socket of another process" if elsewhere or _is_bound(path) else ""
+    return "a socket of another process" if elsewhere or is_bound(path) else ""
 
 
-def _is_bound(path: str) -> bool:
+def is_bound(path: str) -> bool:
     """Return whether a process has the unix socket at ``path``, or may have it.  Does not connect to a server."""
     # Linux looks for the socket before it compares the types, so a server of streams does not see this.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:

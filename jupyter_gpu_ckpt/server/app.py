@@ -25,7 +25,7 @@ from .._version import __version__
 from ..doctor import checks, fixes
 from ..doctor.probes import EXTENSION, missing_native_parts
 from ..errors import GpuCkptError, StateError
-from ..image.store import Image, Store
+from ..image.store import Image
 from ..kernel.agent_injection import PROVISIONER
 from ..kernel.orphans import Orphan, find_orphan
 from ..kernel.provisioner import GpuCkptProvisioner
@@ -103,7 +103,8 @@ class GpuCkptApp(ExtensionApp):
         provisioner = GpuCkptProvisioner(config=self.serverapp.config)
         if missing := missing_native_parts():
             self.serverapp.log.warning("%s To fix it: %s", checks.without(missing), fixes.NATIVE_PARTS)
-        self.store = Store(Path(provisioner.image_dir))
+        self.store = provisioner.store()
+        self._provisioner_traits = provisioner.trait_values(config=True)
         self._runtime_base = Path(provisioner.runtime_base)
         self._fast_path = provisioner.fast_path
         self.jobs = Jobs()
@@ -119,6 +120,7 @@ class GpuCkptApp(ExtensionApp):
         self.branches = Branches(self.serverapp, self.store)
         self._diagnosis: tuple[float, dict[str, Any]] | None = None
         self._diagnosing = asyncio.Lock()
+        self._stop: asyncio.Future[None] | None = None
         manager, sessions, self._readiness = self.serverapp.kernel_manager, self.serverapp.session_manager, Readiness()
         if isinstance(sessions, CheckpointSessionManager):
             sessions.readiness = self._readiness
@@ -179,7 +181,7 @@ class GpuCkptApp(ExtensionApp):
         manager, sessions = self.serverapp.kernel_manager, self.serverapp.session_manager
         if isinstance(manager, CheckpointKernelManagerMixin):
             # First: attached kernels have no other owner, should this server end before it listens.
-            self.persistence.start_watchdog(self._runtime_base, self.store.named)
+            self.persistence.start_watchdog(self._provisioner_traits)
             await self.persistence.attach_all(manager, sessions, self.root, self._runtime_base, self.store)
 
     async def _start_jupyter_server_extension(self, serverapp: ServerApp) -> None:
@@ -204,7 +206,12 @@ class GpuCkptApp(ExtensionApp):
         return [job.as_dict() for job in self.jobs.running()]
 
     async def stop_extension(self) -> None:
-        """Called from jupyter_server when it stops, while its kernels are still there."""
+        """Called from jupyter_server when it stops, while its kernels are still there, and at each further signal."""
+        if self._stop is None:
+            self._stop = asyncio.ensure_future(self._stop_once())
+        await asyncio.shield(self._stop)
+
+    async def _stop_once(self) -> None:
         try:
             await self.usage.stop()
             await self.idle.stop()

@@ -47,6 +47,7 @@ class Branches:
         """
         kernels, sessions = self._app.kernel_manager, self._app.session_manager
         kernel: Any = kernels.get_kernel(kernel_id)
+        name = kernel.provisioner.kernelspec_for_branch()
         path = await self._copy_notebook(await notebooks.path_of(self._app, kernel_id), point)
         options: dict[str, Any] = {}
         if path:
@@ -55,12 +56,12 @@ class Branches:
             options = {"cwd": cwd}
         started = ""
         try:
-            started = await kernels.start_kernel(kernel_name=kernel.kernel_name, branch_of=point, **options)
+            started = await kernels.start_kernel(kernel_name=name, branch_of=point, **options)
             fresh: Any = kernels.get_kernel(started)
             fresh.execution_state = "idle"  # it said so before anybody listened
             if path:
-                name = PurePosixPath(path).name
-                await sessions.create_session(path=path, name=name, type="notebook", kernel_id=started)
+                title = PurePosixPath(path).name
+                await sessions.create_session(path=path, name=title, type="notebook", kernel_id=started)
         except BaseException:
             if started in kernels:
                 await kernels.shutdown_kernel(started, now=True)

@@ -27,7 +27,7 @@ from traitlets.config import LoggingConfigurable
 from ..errors import GpuCkptError
 from ..gate.replies import IDLE_TYPE
 from ..kernel.host import BranchPoint
-from ..kernel.provisioner import GpuCkptProvisioner
+from ..kernel.provisioner import GpuCkptProvisioner, drop_failed_starts
 from ..lifecycle.plans import State
 from .readiness import Readiness
 
@@ -72,6 +72,27 @@ class CheckpointKernelManagerMixin(_Base):
         """Return the state of a kernel that can be checkpointed; None of any other."""
         provisioner = self.provisioner_of(kernel_id)
         return provisioner.state if provisioner is not None and provisioner.lifecycle is not None else None
+
+    # -- starts that fail
+
+    async def start_kernel(self, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Called from REST, from sessions, for branches and to attach; after failure nothing is left of the kernel."""
+        try:
+            return await super().start_kernel(**kwargs)
+        except BaseException:
+            drop_failed_starts(self)
+            raise
+
+    async def shutdown_all(self, now: bool = False) -> None:  # type: ignore[override]
+        """Called from a stopping server.
+
+        jupyter_server raises for a kernel that is being started, and the server would run on: wait for its start,
+        which has a deadline.
+        """
+        if starting := [task for kernel_id, task in self._pending_kernels.items() if kernel_id not in self]:
+            await asyncio.wait(starting)
+        drop_failed_starts(self)
+        await super().shutdown_all(now=now)
 
     # -- how many kernels there are
 

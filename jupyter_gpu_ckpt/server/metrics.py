@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable
@@ -39,8 +40,9 @@ class Metrics(Listener, Collector):
         REGISTRY.register(self)
 
     def close(self) -> None:
-        """Remove this server's gauges from the registry."""
-        REGISTRY.unregister(self)
+        """Remove this server's gauges from the registry, if that was not done before."""
+        with contextlib.suppress(KeyError):
+            REGISTRY.unregister(self)
 
     def collect(self) -> Iterable[Metric]:
         """Called from ``/metrics``."""

@@ -25,6 +25,7 @@ from ..errors import (
 )
 from ..image.lease import MOMENT
 from ..image.store import Image, Store
+from ..kernel import templates
 from ..kernel.engine import shared_engine
 from ..kernel.orphans import Session, only_copy
 from ..kernel.provisioner import GpuCkptProvisioner
@@ -154,8 +155,12 @@ def notebook(of: Session | None, root: Path) -> str | None:
 
 
 def remove(store: Store, doomed: Image, *, force: bool) -> int:
-    """Delete an image and return the bytes freed; `ImageBusy` for a kernel's only copy without ``force``."""
-    if not force and (refusal := only_copy(doomed, "add force=true")) is not None:
+    """Delete an image and return the bytes freed; `ImageBusy` without ``force`` for one that is needed.
+
+    That is a kernel's only copy, or a template's.
+    """
+    insist = "add force=true"
+    if not force and (refusal := only_copy(doomed, insist) or templates.refusal(doomed, insist)) is not None:
         raise refusal
     return store.remove(doomed, timeout=MOMENT)
 

@@ -23,6 +23,7 @@ from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError
 from ..image.store import Store
+from ..kernel import kernelspecs
 from ..kernel.orphans import Orphan, find_orphans
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.plans import State
@@ -73,16 +74,22 @@ class KernelPersistence(LoggingConfigurable):
         self._database = lock
         return directory / f"{name}.sqlite"
 
-    def start_watchdog(self, base: Path, image_dir: Path) -> None:
-        """Start the watchdog, which notices this process's end by the end of a pipe."""
+    def start_watchdog(self, provisioner: dict[str, Any]) -> None:
+        """Start the watchdog, which notices this process's end by the end of a pipe.
+
+        ``provisioner``: traits of `GpuCkptProvisioner`, as this server's kernels have them.
+        """
         if self.orphan_timeout <= 0 or self._watchdog is not None:
             return
-        options = {"base": str(base), "image_dir": str(image_dir), "timeout": self.orphan_timeout}
-        command = [sys.executable, "-m", "jupyter_gpu_ckpt.server.orphan_watchdog", json.dumps(options)]
+        options = {"provisioner": provisioner, "timeout": self.orphan_timeout}
+        command = [sys.executable, "-m", "jupyter_gpu_ckpt.server.orphan_watchdog"]
         null = subprocess.DEVNULL
         self._watchdog = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
         )
+        assert self._watchdog.stdin is not None
+        self._watchdog.stdin.write(json.dumps(options).encode() + b"\n")  # not as arguments, which all users see
+        self._watchdog.stdin.flush()
 
     async def attach_all(
         self, kernels: CheckpointKernelManagerMixin, sessions: Any, root: Path, base: Path, store: Store
@@ -124,9 +131,14 @@ class KernelPersistence(LoggingConfigurable):
                 await self.create_session(sessions, orphan, root)
 
     async def attach(self, kernels: CheckpointKernelManagerMixin, orphan: Orphan) -> None:
-        """Have ``kernels`` serve an orphan under its old id; a sleeping one sleeps on."""
+        """Have ``kernels`` serve an orphan under its old id; a sleeping one sleeps on.
+
+        Raises `StateError` if its kernelspec is not here.
+        """
         session = orphan.session
-        await kernels.start_kernel(kernel_id=session.kernel_id, kernel_name=session.kernel_name or None)
+        specs: Any = kernels.kernel_spec_manager
+        name = await asyncio.to_thread(kernelspecs.choose, specs, session.kernel_name, session.fallback_name)
+        await kernels.start_kernel(kernel_id=session.kernel_id, kernel_name=name or None)
         # jupyter_server waits for the kernel's first status message; a sleeping kernel sends none until it is woken.
         kernel: Any = kernels.get_kernel(session.kernel_id)
         kernel.execution_state = "idle"

@@ -135,5 +135,12 @@ def archive_old(store: Store, remote: Remote, after: float) -> Iterator[tuple[Im
 
 
 def due(store: Store, after: float) -> list[Image]:
-    """Return the images made more than ``after`` seconds ago whose content is here."""
-    return [image for image in store.images() if not image.archived and time.time() - image.manifest.created > after]
+    """Return the images made more than ``after`` seconds ago whose content is here.
+
+    Not those of templates: no wake would fetch them.
+    """
+    return [
+        image
+        for image in store.images()
+        if not (image.archived or image.is_templates) and time.time() - image.manifest.created > after
+    ]

@@ -237,7 +237,7 @@ class Remote:
         another process here pulls it, `ImageNotFound`, `NoSpace`, `QuotaExceeded`; `RemoteFailed` also where the image
         is here and only the remote one could not be removed, which another pull does.
         """
-        store.prepare()
+        store.prepare(may_encrypt=False)
         self.storage.path(id)  # raises for an id that is no name
         target = store.root / id
         if not keep and os.path.lexists(target) and self._is_moved(id, store):

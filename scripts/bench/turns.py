@@ -37,7 +37,6 @@ from harness import Notebook, notebook
 from limits import MISSED
 from notebook_activity import endless
 from programs import build, build_doubles
-from recorder import Recorder
 from sharing_kernels import MIB, SharedHost
 from sharing_study import replay
 
@@ -45,6 +44,7 @@ from jupyter_gpu_ckpt.cuda import gpu_locks
 from jupyter_gpu_ckpt.kernel import engine
 from jupyter_gpu_ckpt.sharing import exchange
 from jupyter_gpu_ckpt.sharing.policy import Rules
+from jupyter_gpu_ckpt.trace import StepEvent
 
 NOTEBOOKS, MINUTES, SCALE = 4, 10.0, 20.0
 #: Shares of what was measured by which waits and moves of the simulation may differ.
@@ -98,6 +98,33 @@ def run(number, seconds):
 ran = []
 """
 HOG = "held = torch.empty({bytes}, dtype=torch.uint8, device='cuda').fill_(7); result = len(held)"
+
+
+class Swaps:
+    """A sink that notes the moves of one kernel whose memory is off the GPU, as the servers themselves measure them.
+
+    From the grant to the moment at which the kernel's turn counts, and from the begin of a suspend to its end.
+    """
+
+    def __init__(self, kernel: Notebook) -> None:
+        self._sharing = kernel.provisioner.sharing
+        self._known = {swap.ended for swap in self._sharing.participant.swaps}
+        self._seconds: list[float] = []
+
+    def __call__(self, event: StepEvent | None = None) -> None:
+        """Note the moves that ended since the last event: a record has those of some minutes."""
+        for swap in self._sharing.participant.swaps:
+            if swap.ended not in self._known:
+                self._known.add(swap.ended)
+                self._seconds.append(swap.seconds)
+
+    @property
+    def arriving(self) -> list[float]:
+        return self._seconds[::2]
+
+    @property
+    def leaving(self) -> list[float]:
+        return self._seconds[1::2]
 
 
 @contextlib.asynccontextmanager
@@ -170,7 +197,7 @@ async def measure(directory: Path, base: Path, minutes: float, scale: float, see
         moves = []
         for kernel in kernels:
             await kernel.run(RUN)
-            moves.append(Recorder())
+            moves.append(Swaps(kernel))
             kernel.provisioner.sinks.append(moves[-1])
         began = time.time()
         until = began + 60 * minutes
@@ -178,23 +205,22 @@ async def measure(directory: Path, base: Path, minutes: float, scale: float, see
         cells = await asyncio.gather(*lives)
         seconds = time.time() - began
         facts = [kernel.provisioner.sharing.participant for kernel in kernels]
-        completed = [each.completed() for each in moves]
+        for each in moves:
+            each()
         for number, kernel in enumerate(kernels):
             if await kernel.run("print(intact())", timeout=600) != "True":
                 raise SystemExit(f"notebook {number} has lost memory")
-    steps = ("cuda_suspend", "cuda_resume")
-    taken = [[[event.seconds for event in each if event.step == step] for step in steps] for each in completed]
     notebooks = [
         {
             "kernel": fact.kernel,
             "user": fact.user,
             "gpus": list(gpus),
             "needs": list(fact.needs),
-            "leave_seconds": off,
-            "arrive_seconds": onto,
+            "leave_seconds": moved.leaving,
+            "arrive_seconds": moved.arriving,
             "cells": ran,
         }
-        for fact, (off, onto), ran in zip(facts, taken, cells, strict=True)
+        for fact, moved, ran in zip(facts, moves, cells, strict=True)
     ]
     return {
         "gpus": gpus,

@@ -1,7 +1,7 @@
 """``python scripts/scale``: 1,000 users on 64 GPUs, simulated; writes the figures and plots of docs/scale.md anew.
 
-``--only sharing`` simulates only the notebooks that share GPUs in turns; ``--replay FILE`` only a measured run of such
-notebooks, and prints its waits and swaps beside the simulated ones (`sharing_study.replay` describes the file).
+``--only sharing`` simulates only the notebooks that share GPUs in turns; ``--replay FILE...`` only measured runs of
+such notebooks, and prints their waits and swaps beside the simulated ones (`sharing_study.replay` describes the file).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     parser.add_argument("--only", choices=["cluster", "sharing"], help="simulate and write only this part of the page")
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="simulate a measured run, and print both")
+    parser.add_argument("--replay", type=Path, nargs="+", metavar="FILE", help="simulate measured runs, and print both")
     options = parser.parse_args()
     if options.replay is not None:
-        print(replayed(sharing_study.replay(options.replay)), end="")
+        print(replayed(sharing_study.replay(*options.replay)), end="")
         return 0
     if options.only != "cluster":
         write(sharing(options.workers))

@@ -187,17 +187,52 @@ def study(workers: int) -> tuple[dict[OneGpu, Waits], dict[str, ClusterRun]]:
 # -- the replay of a measured run
 
 
-def replay(path: Path) -> dict[str, Any]:
-    """Feed the simulation with the moves and cells of a measured run; return measured and simulated waits and swaps.
+@dataclass(frozen=True)
+class Replayed:
+    """Cells' waits for their first turns and seconds until short ones ended, seconds of moves, all seconds of GPUs."""
 
-    The file is JSON: ``gpus`` (bytes that sharers have, by UUID), ``seconds`` (length of the run), ``rules`` (fields of
+    first: list[float]
+    short: list[float]
+    moves: float
+    seconds: float
+
+    def summary(self) -> dict[str, float]:
+        """Return the figures by their names, as `replay` does."""
+        first, short = sorted(self.first), sorted(self.short)
+        return {
+            "wait, mean": sum(first) / max(1, len(first)),
+            "wait, p50": percentile(first, 0.5),
+            "wait, p95": percentile(first, 0.95),
+            "short cells done, p95": percentile(short, 0.95),
+            "swaps, share of the time": self.moves / self.seconds,
+            "seconds": self.seconds,
+        }
+
+
+def replay(*paths: Path) -> dict[str, dict[str, float]]:
+    """Feed the simulation with moves and cells of measured runs; return measured and simulated waits and swaps of all.
+
+    A file is JSON: ``gpus`` (bytes that sharers have, by UUID), ``seconds`` (length of the run), ``rules`` (fields of
     `Rules`, all by default), ``overlap`` (as `SharedGpus` has it; false by default), ``kernels``: each with ``kernel``,
     ``user``, ``gpus``, ``needs``, ``leave_seconds`` and ``arrive_seconds`` (lists: every move that was measured) and
     ``cells``: ``touched``, ``started``, ``ended`` (seconds from the begin of the run) and ``seconds`` (how long it
     computes alone).  A pause is what lies between the end of a cell and the next one's touch, whatever the waits are.
     Short cells are those that end in a first turn if alone.
     """
-    run = json.loads(path.read_text())
+    runs = [_replayed(json.loads(path.read_text())) for path in paths]
+    return {
+        name: Replayed(
+            [wait for each in found for wait in each.first],
+            [seconds for each in found for seconds in each.short],
+            sum(each.moves for each in found),
+            sum(each.seconds for each in found),
+        ).summary()
+        for name, found in zip(("measured", "simulated"), zip(*runs, strict=True), strict=True)
+    }
+
+
+def _replayed(run: dict[str, Any]) -> tuple[Replayed, Replayed]:
+    """Return a run as it was measured, and as it is simulated."""
     env = simpy.Environment()
     rules = Rules(**run.get("rules", {}))
     node = SharedGpus(env, run["gpus"], rules=rules, overlap=bool(run.get("overlap")))
@@ -230,29 +265,15 @@ def replay(path: Path) -> dict[str, Any]:
     env.run(until=env.all_of(lives))
     node.settle()
     cells = [cell for kernel in run["kernels"] for cell in kernel["cells"]]
-    return {
-        "measured": _compared(
-            [cell["started"] - cell["touched"] for cell in cells],
-            [cell["ended"] - cell["touched"] for cell in cells if cell["seconds"] <= rules.first_turn],
-            moves / run["seconds"] / len(run["gpus"]),
-            run["seconds"],
-        ),
-        "simulated": _compared(
-            [each.started - each.touched for each in ran if each.started is not None],
-            [each.ended - each.touched for each in ran if each.seconds <= rules.first_turn],
-            sum(node.totals.swaps.values()) / env.now / len(run["gpus"]),
-            env.now,
-        ),
-    }
-
-
-def _compared(first: list[float], short: list[float], swaps: float, seconds: float) -> dict[str, float]:
-    first, short = sorted(first), sorted(short)
-    return {
-        "wait, mean": sum(first) / max(1, len(first)),
-        "wait, p50": percentile(first, 0.5),
-        "wait, p95": percentile(first, 0.95),
-        "short cells done, p95": percentile(short, 0.95),
-        "swaps, share of the time": swaps,
-        "seconds": seconds,
-    }
+    measured = Replayed(
+        [cell["started"] - cell["touched"] for cell in cells],
+        [cell["ended"] - cell["touched"] for cell in cells if cell["seconds"] <= rules.first_turn],
+        moves,
+        run["seconds"] * len(run["gpus"]),
+    )
+    return measured, Replayed(
+        [each.started - each.touched for each in ran if each.started is not None],
+        [each.ended - each.touched for each in ran if each.seconds <= rules.first_turn],
+        sum(node.totals.swaps.values()),
+        env.now * len(run["gpus"]),
+    )

@@ -166,6 +166,7 @@ async def test_nothing_is_released_when_the_kernel_stays(kernel):
     ("options", "complaint"),
     [
         ("--bogus", "unrecognized arguments: --bogus"),
+        ("--save ä ö", 'unrecognized arguments: ö; a name of several words needs quotes, as in "first try"'),
         ("--drop nothere", "There is no variable 'nothere'"),
         ("--drop number", "'number' has no device memory"),
         ("--keep a --drop a", "--keep or --drop, not both"),

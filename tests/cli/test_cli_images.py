@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 from images import publish
 
 from jupyter_gpu_ckpt import cli
 from jupyter_gpu_ckpt.cli.images import _AGES, _SIZES, amount
+from jupyter_gpu_ckpt.errors import ImageBusy
 from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.server import models
 
 
 @pytest.fixture
@@ -100,21 +103,45 @@ def test_prune_keeps_the_only_copy_of_a_sleeping_kernel(store, run):
     assert list(run("prune", "--keep-last", "0")[1]["removed"]) == [sleeping.id]
 
 
+def template_of(image, data) -> Path:
+    """The file of a kernelspec that is a template of the image."""
+    provisioner = {"provisioner_name": "gpu-ckpt-provisioner", "config": {"template": image.id}}
+    spec = {"argv": ["python"], "display_name": "torch", "metadata": {"kernel_provisioner": provisioner}}
+    directory = data / "kernels" / "torch"
+    directory.mkdir(parents=True)
+    (directory / "kernel.json").write_text(json.dumps(spec))
+    return directory / "kernel.json"
+
+
 def test_prune_keeps_the_image_of_a_template(store, run, tmp_path, monkeypatch):
     """Its kernelspec would show in every launcher, and start kernels without what they are to have."""
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
     image = publish(store, {"core-1.img": b"1"}, kernel_id="template", created=1.0)
     other = publish(store, {"core-1.img": b"12"}, kernel_id="other", created=2.0)
-    provisioner = {"provisioner_name": "gpu-ckpt-provisioner", "config": {"template": image.id}}
-    spec = {"argv": ["python"], "display_name": "torch", "metadata": {"kernel_provisioner": provisioner}}
-    directory = tmp_path / "data" / "kernels" / "torch"
-    directory.mkdir(parents=True)
-    (directory / "kernel.json").write_text(json.dumps(spec))
+    kernelspec = template_of(image, tmp_path / "data")
     assert list(run("prune", "--max-age", "1s")[1]["removed"]) == [other.id]
     for limit in (["--keep-last", "0"], ["--max-bytes", "0"]):
         assert run("prune", *limit)[1]["removed"] == {}
-    (directory / "kernel.json").unlink()
+    kernelspec.unlink()
     assert list(run("prune", "--max-age", "1s")[1]["removed"]) == [image.id]
+
+
+def test_the_image_of_a_template_is_neither_removed_nor_moved_by_the_way(store, run, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+    image = publish(store, {"core-1.img": b"1"}, kernel_id="template")
+    template_of(image, tmp_path / "data")
+    status, document, _ = run("rm", image.id)
+    assert (status, document["error"]["code"]) == (66, "IMAGE_BUSY")
+    assert "`jupyter gpu-ckpt template remove torch`" in document["error"]["hint"]
+    assert "--force" in document["error"]["hint"]
+    with pytest.raises(ImageBusy, match="template 'torch'"):
+        models.remove(store, image, force=False)
+    status, document, _ = run("push", image.id, str(tmp_path / "depot"))
+    assert (status, document["error"]["code"]) == (66, "IMAGE_BUSY")
+    assert cli.main(["push", image.id, str(tmp_path / "depot"), "--keep"]) == 0
+    assert [each.id for each in store.images()] == [image.id]
+    assert cli.main(["rm", "--force", image.id]) == 0
+    assert store.images() == []
 
 
 SESSION = {

@@ -7,16 +7,23 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import sqlite3
 from pathlib import Path
 
 import pytest
 from harness import Notebook, alive, branch_of, descendants, notebook
+from jupyter_client.multikernelmanager import AsyncMultiKernelManager
+from jupyter_client.provisioning import KernelProvisionerFactory
+from traitlets.config import Config
 
 from jupyter_gpu_ckpt.cli import main
-from jupyter_gpu_ckpt.errors import BranchDiffers, BranchUnsafe, CriuError
+from jupyter_gpu_ckpt.errors import BranchDiffers, BranchUnsafe, CriuError, GpuCkptError
+from jupyter_gpu_ckpt.image.branch import NewKernel, copy
+from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.kernel import branching
+from jupyter_gpu_ckpt.kernel.agent_injection import PROVISIONER
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -225,6 +232,41 @@ async def test_changed_files_of_a_save_point_are_accepted_for_a_branch_by_itself
         assert await branch.run("print(x, logs[1].read())") == "41 others write to it"
 
 
+async def test_a_branch_keeps_its_directory_when_the_other_kernel_ends_and_leaves_none(kernel, tmp_path, runtime_base):
+    """A branch knows its directory by the path of the other kernel's, where it is mounted."""
+    lists = "import os; print(sorted(os.listdir(os.path.dirname(get_ipython().kernel.parent.ip))))"
+    image = await kernel.provisioner.save("point")
+    async with branch_of(image.id, kernel, tmp_path / "branch") as branch:
+        before = await branch.run(lists)
+        assert "connection.json" in before
+        await kernel.manager.shutdown_kernel(now=True)
+        assert await branch.run(lists) == before
+    async with branch_of(image.id, kernel, tmp_path / "branch") as branch:  # nobody has that directory now
+        assert "connection.json" in await branch.run(lists)
+    assert list(runtime_base.iterdir()) == []
+
+
+async def test_a_manager_of_kernels_does_not_count_a_refused_branch(tmp_path, runtime_base, criu_binary):
+    config = Config()
+    config.KernelProvisionerFactory.default_provisioner_name = PROVISIONER
+    config.GpuCkptProvisioner = Config(image_dir=str(tmp_path / "images"), runtime_base=str(runtime_base))
+    KernelProvisionerFactory.clear_instance()
+    KernelProvisionerFactory.instance(config=config)
+    kernels = AsyncMultiKernelManager(config=config, connection_dir=str(tmp_path))
+    try:
+        first = await kernels.start_kernel()
+        provisioner = kernels.get_kernel(first).provisioner
+        await provisioner.checkpoint()
+        shutil.rmtree(provisioner.lifecycle.image.path / "criu")
+        with pytest.raises(GpuCkptError):
+            await provisioner.branch()
+        assert (kernels.list_kernel_ids(), kernels._pending_kernels) == ([first], {})
+        assert [path.name for path in tmp_path.glob("kernel-*.json")] == [f"kernel-{first}.json"]
+    finally:
+        await kernels.shutdown_all(now=True)
+        KernelProvisionerFactory.clear_instance()
+
+
 async def test_three_branches_at_once_have_deleted_files_and_those_of_a_save_point(kernel, tmp_path):
     """CRIU makes a deleted file for a moment under a name that the image has, the same for all three."""
     await kernel.run(DELETED)
@@ -250,6 +292,21 @@ async def test_a_branch_of_an_encrypted_image(tmp_path, runtime_base, criu_binar
             assert await branch.run("print(x)") == "41"
             ports = {await each.run("print(listener.getsockname()[1])") for each in (kernel, branch)}
             assert len(ports) == 2
+
+
+async def test_a_branch_of_an_image_from_before_encryption_was_configured(kernel, tmp_path):
+    await kernel.run("x = 41")
+    image = await kernel.provisioner.save("point")
+    (tmp_path / "key").write_text("17" * 32)
+    (tmp_path / "key").chmod(0o600)
+    kernel.manager.config.GpuCkptProvisioner.encryption_key = f"file:{tmp_path / 'key'}"
+    async with branch_of(image.id, kernel, tmp_path / "branch") as branch:
+        assert await branch.run("print(x)") == "41"
+        assert (await branch.provisioner.checkpoint()).manifest.encryption
+        assert await branch.run("print(x)") == "41"
+        copied = copy(branch.lifecycle.engine.store, image, NewKernel("t", "python3", lambda _: None), SavePoint("t"))
+        assert copied.manifest.encryption is None
+        branch.lifecycle.engine.store.check(copied)
 
 
 async def test_children_that_a_branch_forks_print_in_its_notebook(kernel, tmp_path):
@@ -281,3 +338,34 @@ async def test_a_semaphore_that_would_be_one_for_both_kernels_is_named_before(ke
             pass
     async with branch_of(image.id, kernel, tmp_path / "branch", accept_differences=True) as branch:
         assert await branch.run("print(lock.acquire(timeout=10)); lock.release()") == "True"
+
+
+async def test_a_branch_s_manager_is_its_own_whatever_becomes_of_the_other(kernel, tmp_path):
+    """Its server listens at a path that the other kernel's has, too, in a directory that the program removes."""
+    await kernel.run("import multiprocessing; manager = multiprocessing.Manager(); shared = manager.dict(x=1)")
+    await kernel.run("fork = multiprocessing.get_context('fork')")
+    await kernel.run("import os, threading; path = manager.address; print(path)")
+    await kernel.run("%gpu_checkpoint --save point")
+    assert (await kernel.provisioner.branch_plan("point")).differs == []
+    image = await kernel.provisioner.branch_image("point")
+    # A new thread connects anew: by the path.
+    write = "thread = threading.Thread(target=shared.update, kwargs={{'x': {0}}}); thread.start(); thread.join()"
+    read = "print(fork.Pool(1).apply(dict, (shared,)), os.path.exists(path))"
+    async with (
+        branch_of(image.id, kernel, tmp_path / "one") as one,
+        branch_of(image.id, kernel, tmp_path / "two") as two,
+    ):
+        for number, each in enumerate((kernel, one, two)):
+            await each.run(write.format(number + 10))
+        assert [await each.run(read) for each in (kernel, one, two)] == [f"{{'x': {n}}} True" for n in (10, 11, 12)]
+        await one.provisioner.checkpoint()
+        assert await one.run(read) == "{'x': 11} True"
+        async with branch_of((await one.provisioner.save("again")).id, one, tmp_path / "three") as three:
+            await three.run(write.format(13))
+            assert [await each.run(read) for each in (one, three)] == ["{'x': 11} True", "{'x': 13} True"]
+        assert await one.run(read) == "{'x': 11} True", "the branch's end has taken its source's"
+        await kernel.run("manager.shutdown(); import shutil; shutil.rmtree(os.path.dirname(path))")
+        await one.run(write.format(21))
+        assert [await each.run(read) for each in (one, two)] == ["{'x': 21} True", "{'x': 12} True"]
+        await two.provisioner.checkpoint()
+        assert await two.run(read) == "{'x': 12} True"

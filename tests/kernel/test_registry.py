@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpu_ckpt.errors import ProtocolVersion
+from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import registry
 from jupyter_gpu_ckpt.kernel.directories import make_runtime_dir
@@ -52,3 +53,45 @@ def test_a_record_of_another_version_is_refused_by_name(
     assert list(find_orphans(base, store).refused) == ["k"]
     monkeypatch.undo()
     assert reap(base) == [registration.directory]
+
+
+def started_from(source: Registration, name: str) -> Registration:
+    """A kernel that knows its directory by the path of another one's, as a branch does."""
+    made = Registration(make_runtime_dir(source.directory.parent))
+    made.write(kernel_id=name, kernel_name="python3", state="running", pid=1, image=None)
+    (made.directory / layout.SESSION).write_text(json.dumps({"runtime_dir": str(source.directory)}))
+    return made
+
+
+@pytest.mark.parametrize("end", ["removed", "reaped"])
+def test_a_path_stays_as_long_as_a_kernel_knows_its_directory_by_it(registration: Registration, end: str) -> None:
+    base, source = registration.directory.parent, registration.directory
+    (source / "made" / "by").mkdir(parents=True)
+    branches = [started_from(registration, name) for name in ("a", "b")]
+    if end == "removed":
+        registration.remove()
+    else:
+        registration.release()
+        assert reap(base) == [source]
+    assert list(source.iterdir()) == []
+    branches[0].remove()
+    assert sorted(base.glob("[!.]*")) == sorted([source, branches[1].directory])
+    branches[1].remove()
+    assert list(base.glob("[!.]*")) == []
+
+
+def test_only_empty_directories_of_kernels_are_removed(registration: Registration) -> None:
+    base = registration.directory.parent
+    for name in ("0123456789ab", "ba9876543210", "another"):
+        (base / name).mkdir()
+    (base / "ba9876543210" / "file").touch()
+    registration.remove()
+    assert sorted(path.name for path in base.iterdir()) == ["another", "ba9876543210"]
+
+
+def test_notes_of_lost_kernels_leave_no_directory(registration: Registration) -> None:
+    base = registration.directory.parent
+    registration.release()
+    assert reap(base)
+    assert registry.claim_lost(base, "k", "") == "k"
+    assert list(base.iterdir()) == []

@@ -203,6 +203,11 @@ def test_the_agents_report():
     assert not finding.blocks
     assert finding.code == "CONNECTIONS"
     require([finding])
+    connection = {"kind": "tcp", "local": "a", "remote": "b"}
+    others = [{"kind": kind, "local": "a", "remote": ""} for kind in ("tcp", "udp", "unix", "netlink", "other")]
+    assert judge_report({"sockets": others}) == []
+    (finding,) = judge_report({"sockets": [*others, connection]})
+    assert finding.text.startswith("1 open connection to the outside")
 
 
 def test_a_deleted_mapping_forbids_it_to_an_ordinary_user_only(monkeypatch):
@@ -251,7 +256,7 @@ def test_a_process_that_ends_is_not_one_that_hides_itself():
 
 
 def test_the_first_finding_that_blocks_is_the_one_that_is_raised():
-    findings = [*judge_report({"sockets": [{}]}), *judge_report({"debugger": True})]
+    findings = [*judge_report({"sockets": [{"kind": "tcp", "remote": "b"}]}), *judge_report({"debugger": True})]
     with pytest.raises(DebuggerAttached):
         require(findings)
 

@@ -134,3 +134,7 @@ def test_a_run_of_the_simulation_itself_is_replayed_exactly(tmp_path):
     found = replay(path)
     assert found["simulated"] == pytest.approx(found["measured"], rel=0.02, abs=1e-3)
     assert found["measured"]["wait, p95"] > 1.0
+    twice = replay(path, path)
+    for name in ("measured", "simulated"):
+        assert twice[name].pop("seconds") == 2 * found[name].pop("seconds")
+        assert twice[name] == pytest.approx(found[name], abs=1e-9), "the cells of both runs count together"

@@ -105,7 +105,8 @@ def test_changed_files_are_accepted_for_a_branch_by_its_magic_and_by_rest(live, 
 
 async def test_a_branch_without_a_session_is_none_and_leaves_no_copy_and_no_kernel():
     """The database of the server's sessions is full."""
-    kernels, documents = {"source": SimpleNamespace(kernel_name="python3", provisioner=None)}, {"model.ipynb"}
+    provisioner = SimpleNamespace(kernelspec_for_branch=lambda: "python3")
+    kernels, documents = {"source": SimpleNamespace(provisioner=provisioner)}, {"model.ipynb"}
 
     class Kernels(dict):
         get_kernel = dict.__getitem__

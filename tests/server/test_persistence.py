@@ -146,6 +146,22 @@ def test_orphans_nobody_attaches_are_checkpointed_and_ended_by_the_watchdog(home
         assert second.run(kernel_id, "print(x)") == "41"
 
 
+def test_the_watchdog_writes_images_as_the_server_was_to(home, runtime_base, criu_binary):
+    home.mkdir()
+    (home / "key").write_text("17" * 32)
+    (home / "key").chmod(0o600)
+    config = "c.KernelPersistence.orphan_timeout = 0.5\n"
+    config += f"c.GpuCkptProvisioner.encryption_key = 'file:{home / 'key'}'"
+    with server(home, runtime_base, config=config) as first:
+        kernel_id = open_notebook(first)["kernel"]["id"]
+        first.process.send_signal(signal.SIGKILL)
+        first.process.wait()
+    (image,) = until(lambda: Store(home / "images").images())
+    assert (image.manifest.kernel_id, bool(image.manifest.encryption)) == (kernel_id, True)
+    with server(home, runtime_base, config=config) as second:
+        assert second.run(kernel_id, "print(x)") == "41"
+
+
 def test_a_kernel_that_is_too_late_at_the_stop_runs_on_and_is_attached_with_its_cell(home, runtime_base, criu_binary):
     # Longer than a restarter looks for dead kernels: the one that left early must not be taken for one.
     config = "c.KernelPersistence.stop_timeout = 4\nc.GpuCkptProvisioner.drain_timeout = 100"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import uuid
 from pathlib import Path
 
@@ -233,6 +234,14 @@ def test_while_a_cell_runs_preflight_says_so_and_the_verb_is_refused_at_once(liv
         document = live.get(f"gpu-ckpt/kernels/{kernel_id}")
         assert (document["state"], document["failure"], document["job"]) == ("running", None, None)
     assert live.run(kernel_id, "print(behind)") == "1"
+
+
+def test_the_magic_counts_connections_but_not_what_listens_for_them(live, kernel_id):
+    live.run(kernel_id, "import socket; listener = socket.create_server(('127.0.0.1', 0))")
+    assert "connection" not in live.run(kernel_id, "%gpu_checkpoint --status")
+    with socket.create_server(("127.0.0.1", 0)) as outside:
+        live.run(kernel_id, f"client = socket.create_connection({outside.getsockname()!r})")
+        assert "1 open connection to the outside" in live.run(kernel_id, "%gpu_checkpoint --status")
 
 
 def test_preflight_says_that_a_cell_waits_for_input(live, kernel_id):

@@ -13,7 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from jupyter_client.kernelspec import KernelSpecManager
 from live import Server, server
+
+from jupyter_gpu_ckpt.image.store import Store
 
 #: The working directory, the notebook, an environment variable and the number of the cell.
 PLACE = """
@@ -141,3 +144,80 @@ def test_no_template_is_made_of_an_image_from_which_its_kernels_could_not_start(
     started = notebook(live, "five", "ready")
     assert live.run(started, "print(log.name)") == "log"
     assert command(live, "remove", "ready")[0] == 0
+
+
+def test_a_template_s_kernel_does_without_its_template_once_that_is_removed(tmp_path, runtime_base, criu_binary):
+    (tmp_path / "work" / "here").mkdir(parents=True)
+    with server(tmp_path, runtime_base) as live:
+        source = live.start_kernel()
+        live.run(source, "x = 41")
+        assert live.do(source, "checkpoint")["status"] == "done"
+        status, made = command(live, "create", "first", "--from", live.get("gpu-ckpt/images")[0]["id"])
+        assert status == 0, made
+        kernel_id = notebook(live, "here", "first")
+        assert live.do(kernel_id, "save", {"name": "begun"})["status"] == "done"
+        status, second = command(live, "create", "second", "--from", "begun")
+        assert status == 0, second
+        assert second["created"]["display_name"] == "second (template of Python 3 (ipykernel))"
+        assert command(live, "remove", "first")[0] == 0
+        awake = live.do(kernel_id, "branch")
+        assert awake["status"] == "done", awake
+        assert live.run(awake["result"]["kernel_id"], "print(x)") == "41"
+        assert command(live, "create", "third", "--from", "begun")[0] == 0
+        of_second = notebook(live, "here", "second")
+        assert live.run(of_second, "print(x)") == "41"
+        assert command(live, "remove", "second")[0] == 0
+        asleep = [kernel_id, of_second, awake["result"]["kernel_id"]]
+    with server(tmp_path, runtime_base) as live:
+        assert {each["id"]: each["name"] for each in live.get("api/kernels")}.keys() == {*asleep, source}
+        for each in asleep:
+            assert live.run(each, "print(x)") == "41"
+            branch = live.do(each, "branch")
+            assert branch["status"] == "done", branch
+            assert live.run(branch["result"]["kernel_id"], "print(x)") == "41"
+        assert live.ask("POST", f"api/kernels/{kernel_id}/restart").status_code == 200
+        assert live.run(kernel_id, "print('x' in globals())") == "False"
+        assert command(live, "create", "fourth", "--from", "begun")[0] == 0
+
+
+def test_a_kernel_whose_kernelspec_is_gone_is_refused_by_name_and_stays_asleep(tmp_path, runtime_base, criu_binary):
+    spec = json.loads((Path(KernelSpecManager().get_kernel_spec("python3").resource_dir) / "kernel.json").read_text())
+    kernels = tmp_path / "data" / "kernels"
+    (kernels / "ours").mkdir(parents=True)
+    (kernels / "ours" / "kernel.json").write_text(json.dumps(spec))
+    (tmp_path / "work" / "here").mkdir(parents=True)
+    with server(tmp_path, runtime_base) as live:
+        kernel_id = notebook(live, "here", "ours")
+        live.run(kernel_id, "x = 41")
+    shutil.move(kernels / "ours", tmp_path / "ours")
+    with server(tmp_path, runtime_base) as live:
+        image = live.get("gpu-ckpt/images")[0]["id"]
+        refused = live.ask("POST", f"gpu-ckpt/images/{image}/attach")
+        assert (refused.status_code, (error := refused.json()["error"])["code"]) == (409, "WRONG_STATE")
+        assert "'ours'" in error["hint"]
+        shutil.move(tmp_path / "ours", kernels / "ours")
+        assert live.ask("POST", f"gpu-ckpt/images/{image}/attach").status_code == 200
+        assert live.run(kernel_id, "print(x)") == "41"
+
+
+def test_templates_branches_and_notebooks_of_encrypted_images_have_the_key(tmp_path, runtime_base, criu_binary):
+    (tmp_path / "work" / "here").mkdir(parents=True)
+    (tmp_path / "key").write_text("17" * 32)
+    (tmp_path / "key").chmod(0o600)
+    document = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": []}
+    (tmp_path / "work" / "here" / "new.ipynb").write_text(json.dumps(document))
+    config = f"c.GpuCkptProvisioner.encryption_key = 'file:{tmp_path / 'key'}'"
+    with server(tmp_path, runtime_base, config=config) as live:
+        source = notebook(live, "here", "python3")
+        live.run(source, "x = 41")
+        assert live.do(source, "save", {"name": "ready"})["status"] == "done"
+        assert live.get(f"gpu-ckpt/kernels/{source}/saves/ready")["notebook"] == document
+        branch = live.do(source, "branch", {"save_point": "ready"})
+        assert branch["status"] == "done", branch
+        assert branch["result"]["notebook"] == "here/new-Copy1.ipynb"
+        back = live.do(source, "back", {"name": "ready", "notebook": True})
+        assert (back["status"], back["result"]["notebook_error"]) == ("done", None)
+        status, made = command(live, "create", "encrypted", "--from", "ready")
+        assert status == 0, made
+        assert all(image.manifest.encryption for image in Store(tmp_path / "images").images())
+        assert live.run(notebook(live, "here", "encrypted"), "print(x)") == "41"

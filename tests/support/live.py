@@ -212,3 +212,7 @@ c.GpuCkptProvisioner.runtime_base = {str(runtime_base)!r}
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+            hung = True
+        else:
+            hung = False
+    assert not hung, f"The server did not stop: {running.log}"

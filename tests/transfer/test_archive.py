@@ -70,6 +70,14 @@ def test_only_old_images_go_and_each_once(store, remote):
     store.check(fresh)
 
 
+def test_the_image_of_a_template_stays(store, remote):
+    """No wake would fetch it: the template's kernels would start without it."""
+    template = publish(store, kernel_id="template", branched_from={"is_template": True}, save_point={"name": "torch"})
+    kernel = publish(store, kernel_id="kernel", branched_from={"is_template": True})
+    assert [image for image, _ in archive.archive_old(store, remote, 60.0)] == [kernel]
+    assert not template.archived
+
+
 def test_one_that_cannot_be_sent_stays_whole(store, remote, monkeypatch):
     image = publish(store)
 

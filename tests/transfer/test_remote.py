@@ -42,6 +42,7 @@ from jupyter_gpu_ckpt.errors import (
     StoreUnwritable,
 )
 from jupyter_gpu_ckpt.image import layout
+from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.quota import Quota, QuotaReservation
 from jupyter_gpu_ckpt.image.store import Image, Store
@@ -513,6 +514,13 @@ def test_a_pull_reserves_its_bytes_in_the_quota_until_it_is_an_image(near, far, 
     remote.pull(image.id, bounded, progress=lambda _: refused.append(bounded.over_quota("another", 1)))
     assert {error.details["used"] for error in (*refused, bounded.over_quota("another", 1))} == {count}
     assert not list(far.root.rglob("*.reservation"))
+
+
+def test_images_are_moved_without_the_key_that_encrypts_new_ones(near, far, tmp_path):
+    remote, image = Remote(f"file://{tmp_path}/shared"), publish(near)
+    remote.push(image, remove_from=near)
+    keyless = Store(far.root, far.keys, Vault("env:NOT_SET_HERE"))
+    assert remote.pull(image.id, keyless).id == image.id
 
 
 def test_the_reservation_of_a_pull_that_was_killed_is_free_at_once(near, far, tmp_path):

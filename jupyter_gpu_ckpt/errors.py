@@ -98,6 +98,21 @@ class GpuCkptError(Exception):
             parts.append(f"Hint: {self.hint}")
         return " ".join(parts)
 
+    def substitute(self, old: str, new: str) -> None:
+        """Replace ``old`` in all texts of the error, those of its details among them."""
+
+        def substituted(value: Any) -> Any:
+            if isinstance(value, str):
+                return value.replace(old, new)
+            if isinstance(value, list):
+                return [substituted(each) for each in value]
+            if isinstance(value, dict):
+                return {name: substituted(each) for name, each in value.items()}
+            return value
+
+        self.message, self._hint = substituted(self.message), substituted(self.hint)
+        self.left, self.details = substituted(self.left), substituted(self.details)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the error as JSON-serialisable data, the same in REST, events and ``--json``."""
         return {name: getattr(self, name) for name in ("code", "message", "hint", "left", "details")}

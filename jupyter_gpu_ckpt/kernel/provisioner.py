@@ -50,7 +50,7 @@ from .branching import BranchPlan
 from .directories import default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
 from .gpu_sharing import GpuSharing
-from .host import UNFIT, BranchPoint, KernelHost, Launch
+from .host import BRANCH_FLAGS, UNFIT, BranchPoint, KernelHost, Launch
 from .orphans import Orphan, find_orphan, newest_images, not_attached_notice
 
 #: Seconds from a cell's reply to its idle, with which the gate has all that the cell has requested.
@@ -706,9 +706,8 @@ class GpuCkptProvisioner(LocalProvisioner):
     def branch_requested(self, content: Mapping[str, Any], on_end: Callable[[str, GpuCkptError | None], None]) -> None:
         """Called on the gate's thread when a cell has requested a branch; ``on_end`` gets the new id, or the error."""
         how = content.get("how")
-        flags = (
-            {name: how.get(name) is True for name in ("accept_differences", "reseed")} if isinstance(how, dict) else {}
-        )
+        # One that is not set is as the settings say.
+        flags = {name: True for name in BRANCH_FLAGS if isinstance(how, dict) and how.get(name) is True}
 
         async def branch() -> None:
             kernel_id, failure = "", None

@@ -28,7 +28,7 @@ from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from jupyter_core.utils import ensure_async
 from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
-from ..errors import GateError, GpuCkptError, HostError, KernelUnfit, SavePointNotFound, StateError
+from ..errors import GateError, GpuCkptError, HostError, KernelUnfit, PreflightError, SavePointNotFound, StateError
 from ..gate import wire
 from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
@@ -50,8 +50,8 @@ from .branching import BranchPlan
 from .directories import default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
 from .gpu_sharing import GpuSharing
-from .host import UNFIT, BranchPoint, KernelHost, Launch
-from .orphans import Orphan, find_orphan, newest_images, not_attached_notice
+from .host import UNFIT, BranchPoint, KernelHost, Launch, with_notice
+from .orphans import Orphan, find_orphan, newest_images, not_attached_notice, not_saved_notice
 
 #: Seconds from a cell's reply to its idle, with which the gate has all that the cell has requested.
 _CELL_ENDS = 1.0
@@ -273,6 +273,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         #: Returns the notebook's document, on another thread than the event loop's; set by the server extension.
         self.document: Callable[[], bytes | None] = lambda: None
         self._orphan: Orphan | None = None
+        #: Why there is no save point before the restart that is under way.
+        self._not_saved: GpuCkptError | None = None
         #: Only the first launch attaches; a restart starts a fresh kernel.
         self._launched = False
 
@@ -430,9 +432,10 @@ class GpuCkptProvisioner(LocalProvisioner):
     async def save_before_restart(self) -> None:
         """Called from the server before a restart: leave a save point of an idle kernel that is not too large.
 
-        Never raises, and takes a few seconds at most: the user wants another kernel.
+        Never raises, and takes a few seconds at most: the user wants another kernel, whose first cell says why there is
+        no save point.
         """
-        lifecycle, gate = self.lifecycle, self.gate
+        self._not_saved, lifecycle, gate = None, self.lifecycle, self.gate
         if not self.save_before_restarts or lifecycle is None or gate is None:
             return
         try:
@@ -440,8 +443,16 @@ class GpuCkptProvisioner(LocalProvisioner):
                 return
             if await asyncio.to_thread(automatic_saves.size, lifecycle) <= self.save_before_restarts:
                 await asyncio.wait_for(self.save_automatically(automatic_saves.RESTART), _RESTART_WAITS)
+        except TimeoutError:
+            self._not_saved = PreflightError(f"It was not there within {_RESTART_WAITS:.0f} s.")
+        except GpuCkptError as error:
+            self._not_saved = error
         except Exception as error:
-            self.log.info("Kernel %s is restarted without a save point: %s", self.kernel_id, type(error).__name__)
+            self.log.exception("Kernel %s: an unexpected error in a save point", self.kernel_id)
+            self._not_saved = GpuCkptError.from_exception(error)
+        if self._not_saved is not None:
+            message = "Kernel %s is restarted without a save point: %s"
+            self.log.warning(message, self.kernel_id, self._not_saved.code)
 
     async def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
         """Go back to the save point of this name, with the same id and connections; messages wait meanwhile.
@@ -565,6 +576,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         elif self._launched:  # a restarted branch is a fresh kernel
             point = None
         launch = self._launch(cmd, kwargs, point)
+        if (why := self._not_saved) is not None:
+            launch, self._not_saved = with_notice(launch, not_saved_notice(why)), None
         self._unwanted, self._arguments = False, dict(kwargs)
         self._loop = asyncio.get_running_loop()
         self.unfit = UNFIT.get(launch.key) if found is None and point is None else None

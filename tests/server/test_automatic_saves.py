@@ -59,6 +59,18 @@ def test_a_restart_can_be_undone(living):
     assert saves(living, kernel_id) == ["before a restart", "before going back"]
 
 
+def test_a_restart_that_leaves_no_save_point_says_why(tmp_path, runtime_base, criu_binary):
+    """REST has nobody to ask; in a browser the restart was confirmed before."""
+    with server(tmp_path, runtime_base, config="c.GpuCkptProvisioner.image_quota = 1") as living:
+        kernel_id = living.start_kernel()
+        living.run(kernel_id, "x = 41")
+        assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
+        notice = living.run(kernel_id, "print('x' in dir())")
+        assert "no save point could be made before the restart (QUOTA_EXCEEDED: " in notice
+        assert notice.endswith("False")
+        assert living.run(kernel_id, "import os; print('JUPYTER_GPU_CKPT_NOTICE' in os.environ)") == "False"
+
+
 def test_a_busy_kernel_is_restarted_at_once(living):
     kernel_id = living.start_kernel()
     with living.client(kernel_id) as client:

@@ -6,19 +6,27 @@ this: a server does not attach its kernel by itself, no newer image outdates it,
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..errors import BadRequest, SavePointExists, SavePointNotFound
-from . import layout
+from blake3 import blake3
+
+from ..errors import BadRequest, ImageArchived, KeyUnusable, SavePointExists, SavePointNotFound
+from ..files.atomic import write_atomically
+from ..files.disk import mapped_errors
+from . import layout, lease, links, verify
 from .image import Image
+from .manifest import FileEntry
 from .shared_chunks import bytes_alone
 from .store import Store
 
 #: Characters of a name at most.
 LONGEST = 80
+#: The notebook's document, as a manifest names it.
+_NOTEBOOK = f"{layout.CRIU}/{layout.KEPT}/{layout.NOTEBOOK}"
 _NAME = re.compile(r"[^\s.\x00-\x1f\x7f-\x9f/\\]([^\x00-\x1f\x7f-\x9f/\\]*[^\s\x00-\x1f\x7f-\x9f/\\])?")
 
 
@@ -28,7 +36,7 @@ class SavePoint:
 
     ``automatic``: it was made without a request, and may be thinned out.  ``cell``: the number of the last cell that
     was run, 0 if it is not known.  ``variables``: name, type, bytes and digest of each, as the agent found them;
-    ``left_out``: how many there were beside these.
+    ``left_out``: how many there were beside these, 1 where nobody has looked.
     """
 
     name: str
@@ -102,6 +110,35 @@ def _shown(variable: dict[str, Any] | None) -> dict[str, Any] | None:
 _PRIVATE = frozenset({"digest", "weak"})
 
 
+def of_sleep(store: Store, image: Image, point: SavePoint, notebook: bytes | None) -> Image:
+    """Make a save point of an image that its kernel has slept in, and return that; nothing is copied.
+
+    ``notebook``: its document, to be kept in it; not of an encrypted one.  Raises `ImageArchived`, `ImageForged`,
+    `ImageDamaged`, `ImageStale`, `ImageBusy`, `KeyUnusable`, `StoreUnwritable`, `NoSpace`.
+    """
+    with lease.acquire(image.path, remove=True), mapped_errors(store.root):
+        if image.archived:
+            raise ImageArchived("The content of the image is in the cold tier.", image=image.id)
+        manifest = verify.require_sealed(image.path, store.keys)
+        verify.require_tree(image.path, manifest)
+        store.generations.require_current(manifest)
+        files = dict(manifest.files)
+        if notebook is not None and manifest.encryption is None:
+            directory = image.criu_directory / layout.KEPT
+            directory.mkdir(mode=0o700, exist_ok=True)
+            write_atomically(directory / layout.NOTEBOOK, notebook, durable=True)
+            files[_NOTEBOOK] = FileEntry(len(notebook), blake3(notebook).hexdigest())
+        kept = Image(image.path, replace(manifest, files=files, save_point=point.as_dict()))
+        write_atomically(image.path / layout.MANIFEST, kept.manifest.to_json(), durable=True)
+        verify.seal(image.path, store.keys.current())
+        layout.mark(image.path, layout.RETIRED).unlink(missing_ok=True)
+        kept.withdraw_claim()
+        links.keep(kept.manifest)
+    with contextlib.suppress(KeyUnusable):  # then the manifest of before, if it is put back, may go unnoticed
+        store.generations.record_restored(manifest.kernel_id, manifest.generation)
+    return kept
+
+
 def described(image: Image) -> dict[str, Any]:
     """Return a save point as JSON objects, with what it costs.
 
@@ -124,7 +161,7 @@ def described(image: Image) -> dict[str, Any]:
 
 def has_notebook(image: Image) -> bool:
     """Return whether the notebook's document was saved, also where its content is in the cold tier."""
-    return f"{layout.CRIU}/{layout.KEPT}/{layout.NOTEBOOK}" in image.manifest.files
+    return _NOTEBOOK in image.manifest.files
 
 
 def notebook(store: Store, image: Image) -> bytes | None:

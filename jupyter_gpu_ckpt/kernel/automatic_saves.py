@@ -30,6 +30,24 @@ def save(lifecycle: Lifecycle, why: str, notebook: bytes | None) -> Image:
     return image
 
 
+def keep_image(lifecycle: Lifecycle, why: str, notebook: bytes | None) -> Image | None:
+    """Make an automatic save point of the image that the kernel slept in when it was ended.
+
+    Return None where the kernel's other thread has just dealt with it.  Raises as `save_point.of_sleep`; then the image
+    is as it was.
+    """
+    kernel = lifecycle.kernel
+    with kernel.lock:
+        store = kernel.engine.store
+        if (image := kernel.image) is None:
+            return None
+        name = going_back.automatic_name(why, store.images(), lifecycle.home.kernel_id)
+        kept = save_point.of_sleep(store, image, SavePoint(name, automatic=True, left_out=1), notebook)
+        kernel.image = None
+        going_back.thin_out(kernel)
+        return kept
+
+
 def size(lifecycle: Lifecycle) -> int:
     """Return the bytes that a save point of a kernel may have, host and device memory.  Raises `GpuCkptError`."""
     return host_memory.resident(lifecycle.kernel) + sum(host_memory.device_bytes(lifecycle.kernel).values())

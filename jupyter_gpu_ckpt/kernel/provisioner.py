@@ -57,6 +57,9 @@ from .orphans import Orphan, find_orphan, newest_images, not_attached_notice, no
 _CELL_ENDS = 1.0
 #: Seconds that a restart waits for the save point before it.
 _RESTART_WAITS = 10.0
+#: States of which there is a save point before a restart, and those on the way to one of them, or into an image.
+_SAVED = frozenset({State.RUNNING, State.SUSPENDED, State.OFF_GPU})
+_SAVED_THEN = frozenset({State.SUSPENDING, State.YIELDING, State.RESUMING, State.SAVING, State.DUMPING})
 
 
 class GpuCkptProvisioner(LocalProvisioner):
@@ -91,10 +94,10 @@ class GpuCkptProvisioner(LocalProvisioner):
     ).tag(config=True)
     keep_image_on_shutdown = Bool(
         False,
-        help="Keep the image when a checkpointed kernel is shut down; else it is deleted. (A restart always deletes "
-        "it. It is always kept when the server stops, when the kernel expires, and when its user has protected it.) A "
-        "kept image can be opened again from the list of sleeping kernels in the browser, or by REST; `jupyter "
-        "gpu-ckpt rm` deletes it.",
+        help="Keep the image when a checkpointed kernel is shut down; else it is deleted. (A restart makes it a save "
+        "point, see `save_before_restarts`. It is always kept when the server stops, when the kernel expires, and "
+        "when its user has protected it.) A kept image can be opened again from the list of sleeping kernels in the "
+        "browser, or by REST; `jupyter gpu-ckpt rm` deletes it.",
     ).tag(config=True)
 
     accept_changed_files = Bool(
@@ -160,9 +163,10 @@ class GpuCkptProvisioner(LocalProvisioner):
     save_before_restarts = Int(
         1 << 30,
         min=0,
-        help="A restart from the server leaves an automatic save point of an idle kernel with at most so many bytes, "
-        "device memory included: a restart by mistake can be undone. 0: never. By default 1 GiB, which takes about a "
-        "second; larger kernels are often restarted to free memory, and would have the restart wait for the disk.",
+        help="A restart from the server leaves an automatic save point of an idle kernel, awake or asleep, with at "
+        "most so many bytes, device memory included: a restart by mistake can be undone. If none can be made, the next "
+        "cell says why. 0: never. By default 1 GiB, which takes about a second; larger kernels are often restarted "
+        "to free memory, and would have the restart wait for the disk.",
     ).tag(config=True)
     save_after_cells = Bool(
         False,
@@ -432,17 +436,25 @@ class GpuCkptProvisioner(LocalProvisioner):
     async def save_before_restart(self) -> None:
         """Called from the server before a restart: leave a save point of an idle kernel that is not too large.
 
-        Never raises, and takes a few seconds at most: the user wants another kernel, whose first cell says why there is
-        no save point.
+        The image of one that sleeps, or falls asleep now, becomes one (`keep_or_discard_image`).  Never raises, and
+        takes a few seconds at most: the user wants another kernel, whose first cell says why there is none.
         """
         self._not_saved, lifecycle, gate = None, self.lifecycle, self.gate
         if not self.save_before_restarts or lifecycle is None or gate is None:
             return
+
+        def save() -> None:
+            current = self._checkpointable()
+            if current.state in _SAVED and automatic_saves.size(current) <= self.save_before_restarts:
+                automatic_saves.save(current, automatic_saves.RESTART, self.document())
+
         try:
-            if gate.under_way.cells or lifecycle.state not in (State.RUNNING, State.SUSPENDED):
+            if gate.under_way.cells or lifecycle.state not in _SAVED | _SAVED_THEN:
                 return
-            if await asyncio.to_thread(automatic_saves.size, lifecycle) <= self.save_before_restarts:
-                await asyncio.wait_for(self.save_automatically(automatic_saves.RESTART), _RESTART_WAITS)
+            with contextlib.suppress(GpuCkptError, OSError):  # it is being moved, and has no process any more
+                if await asyncio.to_thread(automatic_saves.size, lifecycle) > self.save_before_restarts:
+                    return
+            await asyncio.wait_for(self._host.worker.verb("save_before_restart", save), _RESTART_WAITS)
         except TimeoutError:
             self._not_saved = PreflightError(f"It was not there within {_RESTART_WAITS:.0f} s.")
         except GpuCkptError as error:
@@ -812,12 +824,27 @@ class GpuCkptProvisioner(LocalProvisioner):
             endings.keep_image(lifecycle.kernel)
             self.log.info("Kernel %s was shut down; its image is kept as %s", self.kernel_id, image.id)
             return
+        if restart and self._keeps_as_save_point(image):
+            try:
+                automatic_saves.keep_image(lifecycle, automatic_saves.RESTART, self.document())
+                self.log.info("Kernel %s is restarted; its image %s is a save point now", self.kernel_id, image.id)
+                return
+            except GpuCkptError as error:
+                self._not_saved = error
         endings.discard_image(lifecycle.kernel)
         if lifecycle.image is None and lifecycle.kernel.kept_image is None:
             self.log.info("Kernel %s was ended; its image %s is deleted", self.kernel_id, image.id)
         else:
             message = "Kernel %s was ended; its image could not be deleted, `jupyter gpu-ckpt rm %s` does it"
             self.log.warning(message, self.kernel_id, image.id)
+
+    def _keeps_as_save_point(self, image: Image) -> bool:
+        """Return whether the image of a sleeping kernel that is restarted stays.
+
+        Save points do anyhow, and of a branch that has not run yet it is the state that it began from.
+        """
+        is_own = not (image.is_save_point or image.manifest.branched_from)
+        return is_own and image.manifest.bytes <= self.save_before_restarts
 
     async def detach(self) -> None:
         """Called when the server stops: checkpoint the kernel, for the next server to attach.

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from jupyter_core.utils import ensure_async
 from jupyter_server._tz import utcnow
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
 from tornado.ioloop import PeriodicCallback
@@ -83,16 +84,28 @@ class CheckpointKernelManagerMixin(_Base):
             drop_failed_starts(self)
             raise
 
-    async def shutdown_all(self, now: bool = False) -> None:  # type: ignore[override]
-        """Called from a stopping server.
+    async def settle(self) -> None:
+        """Wait for the end of restarts and shutdowns under way.  Called from a stopping server."""
+        for lock in tuple(self._locks.values()):
+            async with lock:
+                pass
 
-        jupyter_server raises for a kernel that is being started, and the server would run on: wait for its start,
-        which has a deadline.
+    async def shutdown_all(self, now: bool = False) -> None:  # type: ignore[override]
+        """Called from a stopping server, which would run on after any error: there is none.
+
+        jupyter_client raises for a kernel that is being started or restarted: wait for that, which has a deadline.
         """
         if starting := [task for kernel_id, task in self._pending_kernels.items() if kernel_id not in self]:
             await asyncio.wait(starting)
         drop_failed_starts(self)
-        await super().shutdown_all(now=now)
+        await self.settle()
+        try:
+            await super().shutdown_all(now=now)
+        except Exception as error:
+            self.log.error("Kernels could not be shut down (%s); they are ended.", type(error).__name__)
+            self.log.debug("The error was:", exc_info=error)
+            left = [ensure_async(kernel.shutdown_kernel(now=True)) for kernel in tuple(self._kernels.values())]
+            await asyncio.gather(*left, return_exceptions=True)
 
     # -- how many kernels there are
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -33,7 +34,7 @@ from ..gate import wire
 from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
 from ..image.quota import Quota
-from ..image.save_point import SavePoint, find
+from ..image.save_point import SavePoint, find, of_image
 from ..image.store import Image, Store
 from ..lifecycle import endings, going_back, host_copies, suspend
 from ..lifecycle.context import FilesChoice
@@ -782,6 +783,8 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     async def kill(self, restart: bool = False) -> None:
         """Called when the kernel did not end in time, and for ``shutdown_kernel(now=True)``."""
+        if self.lifecycle is not None and not self.lifecycle.kernel.end_requested:
+            self.end_announced(self.lifecycle, restart)  # by now=True, which never says that a restart follows
         await self.send_signal(signal.SIGKILL)
 
     async def terminate(self, restart: bool = False) -> None:
@@ -792,6 +795,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         """Called after the shutdown request was sent; a sleeping kernel cannot act on it, so it is ended here."""
         self._unwanted = True
         if self.lifecycle is not None:
+            self.end_announced(self.lifecycle, restart)
             self.lifecycle.kernel.end_requested = True
             if not self._host.reachable:
                 await asyncio.to_thread(self.lifecycle.terminate)
@@ -813,18 +817,21 @@ class GpuCkptProvisioner(LocalProvisioner):
             await asyncio.to_thread(self._host.end)
         await super().cleanup(restart)
 
+    def end_announced(self, lifecycle: Lifecycle, restart: bool) -> None:
+        """Called before the kernel is ended: a verb that ends by that says what is left."""
+        lifecycle.kernel.keeps_at_end = functools.partial(self._keeps, restart)
+
     def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None:
         """Called when the kernel was ended, also by a message while it was away; ``restart``: another follows."""
-        keep = self.keep_image_on_shutdown or self.keep_image or self.agent_requests.protection() is not None
-        if not keep and not restart:
+        if not restart and not self._keeps_images:
             going_back.thin_out(lifecycle.kernel, 0)
         if (image := lifecycle.image) is None:
             return
-        if keep and not restart:
+        if not restart and self._keeps_images:
             endings.keep_image(lifecycle.kernel)
             self.log.info("Kernel %s was shut down; its image is kept as %s", self.kernel_id, image.id)
             return
-        if restart and self._keeps_as_save_point(image):
+        if restart and not image.is_save_point and self._keeps(restart, image):
             try:
                 automatic_saves.keep_image(lifecycle, automatic_saves.RESTART, self.document())
                 self.log.info("Kernel %s is restarted; its image %s is a save point now", self.kernel_id, image.id)
@@ -838,13 +845,22 @@ class GpuCkptProvisioner(LocalProvisioner):
             message = "Kernel %s was ended; its image could not be deleted, `jupyter gpu-ckpt rm %s` does it"
             self.log.warning(message, self.kernel_id, image.id)
 
-    def _keeps_as_save_point(self, image: Image) -> bool:
-        """Return whether the image of a sleeping kernel that is restarted stays.
+    @property
+    def _keeps_images(self) -> bool:
+        """Whether the image stays if the kernel is shut down."""
+        return self.keep_image_on_shutdown or self.keep_image or self.agent_requests.protection() is not None
 
-        Save points do anyhow, and of a branch that has not run yet it is the state that it began from.
+    def _keeps(self, restart: bool, image: Image) -> bool:
+        """Return whether the image of a kernel that is ended stays.
+
+        Save points do, but automatic ones of a shutdown.  Of a branch that has not run yet, the image is the state that
+        it began from.
         """
-        is_own = not (image.is_save_point or image.manifest.branched_from)
-        return is_own and image.manifest.bytes <= self.save_before_restarts
+        if (point := of_image(image)) is not None:
+            return restart or self._keeps_images or not point.automatic
+        if not restart:
+            return self._keeps_images
+        return not image.manifest.branched_from and image.manifest.bytes <= self.save_before_restarts
 
     async def detach(self) -> None:
         """Called when the server stops: checkpoint the kernel, for the next server to attach.

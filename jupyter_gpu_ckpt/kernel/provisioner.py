@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.multikernelmanager import MultiKernelManager
@@ -53,6 +53,8 @@ from .engine import shared_engine, with_own_store
 from .gpu_sharing import GpuSharing
 from .host import UNFIT, BranchPoint, KernelHost, Launch, with_notice
 from .orphans import Orphan, find_orphan, newest_images, not_attached_notice, not_saved_notice
+
+Result = TypeVar("Result")
 
 #: Seconds from a cell's reply to its idle, with which the gate has all that the cell has requested.
 _CELL_ENDS = 1.0
@@ -773,10 +775,10 @@ class GpuCkptProvisioner(LocalProvisioner):
         gate = self._host.gate
         if signum == signal.SIGINT:
             self._host.interrupted()
-        if signum == signal.SIGINT and gate is not None and await asyncio.to_thread(gate.interrupt):
+        if signum == signal.SIGINT and gate is not None and await _in_thread(gate.interrupt):
             return None
         if signum == signal.SIGKILL or (signum == signal.SIGTERM and not self._host.reachable):
-            await asyncio.to_thread(self.lifecycle.terminate)
+            await _in_thread(self.lifecycle.terminate)
         elif self._host.reachable and self.lifecycle.capsule is not None:
             self.lifecycle.capsule.signal(signum)
         return None
@@ -798,7 +800,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             self.end_announced(self.lifecycle, restart)
             self.lifecycle.kernel.end_requested = True
             if not self._host.reachable:
-                await asyncio.to_thread(self.lifecycle.terminate)
+                await _in_thread(self.lifecycle.terminate)
 
     async def cleanup(self, restart: bool = False) -> None:
         """Called after the kernel is gone.  A restart drops the image, or the old state would come back."""
@@ -809,12 +811,12 @@ class GpuCkptProvisioner(LocalProvisioner):
                     "Kernel %s died as it had just come back; its image is kept: `jupyter gpu-ckpt rm %s` deletes it"
                 )
                 self.log.warning(message, self.kernel_id, kept.id)
-            await asyncio.to_thread(self.keep_or_discard_image, lifecycle, restart)
+            await _in_thread(self.keep_or_discard_image, lifecycle, restart)
         self.keep_image = False
         if not restart:
             if lifecycle is not None:
-                await asyncio.to_thread(lifecycle.engine.store.forget, lifecycle.home.kernel_id)
-            await asyncio.to_thread(self._host.end)
+                await _in_thread(lifecycle.engine.store.forget, lifecycle.home.kernel_id)
+            await _in_thread(self._host.end)
         await super().cleanup(restart)
 
     def end_announced(self, lifecycle: Lifecycle, restart: bool) -> None:
@@ -874,7 +876,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             await self.checkpoint()
         except GpuCkptError as error:
             self.log.warning("Kernel %s is left running: %s", self.kernel_id, error.code)
-        await asyncio.to_thread(self._host.detach)
+        await _in_thread(self._host.detach)
 
     async def detach_now(self) -> None:
         """Called when the server stops and `detach` took too long: leave the kernel as it is, without an owner.
@@ -882,7 +884,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         A drain, a dump or a restore under way is cancelled.  Any other step is waited for, also by the end of this
         process; the next owner repairs what is left half done.
         """
-        await asyncio.to_thread(self._host.detach)
+        await _in_thread(self._host.detach)
 
     async def get_provisioner_info(self) -> dict[str, Any]:
         """Called by the kernel manager, which stores the information for a later server."""
@@ -890,6 +892,18 @@ class GpuCkptProvisioner(LocalProvisioner):
         image, directory = self.lifecycle and self.lifecycle.image, self._host.directory
         ours = {"state": self.state.value, "image": image.id if image else None}
         return {**info, **ours, "runtime_dir": str(directory) if directory else None}
+
+
+async def _in_thread(call: Callable[..., Result], *arguments: Any) -> Result:
+    """Return the result of ``call``, on a thread; at the end of the interpreter, which starts none, on this one.
+
+    Clients without a server (``jupyter run``) end their kernels then (`atexit`).
+    """
+    try:
+        future = asyncio.get_running_loop().run_in_executor(None, call, *arguments)
+    except RuntimeError:
+        return call(*arguments)
+    return await future
 
 
 def drop_failed_starts(kernels: MultiKernelManager) -> None:

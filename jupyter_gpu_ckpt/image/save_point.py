@@ -15,11 +15,12 @@ from typing import Any
 from blake3 import blake3
 
 from ..errors import BadRequest, ImageArchived, KeyUnusable, SavePointExists, SavePointNotFound
-from ..files.atomic import write_atomically
+from ..files.atomic import flush, write_atomically
 from ..files.disk import mapped_errors
-from . import layout, lease, links, verify
+from ..node.facts import file_facts, same_file
+from . import kept_files, layout, lease, links, verify
 from .image import Image
-from .manifest import FileEntry
+from .manifest import FileEntry, Manifest
 from .shared_chunks import bytes_alone
 from .store import Store
 
@@ -110,11 +111,12 @@ def _shown(variable: dict[str, Any] | None) -> dict[str, Any] | None:
 _PRIVATE = frozenset({"digest", "weak"})
 
 
-def of_sleep(store: Store, image: Image, point: SavePoint, notebook: bytes | None) -> Image:
-    """Make a save point of an image that its kernel has slept in, and return that; nothing is copied.
+def of_sleep(store: Store, image: Image, point: SavePoint, notebook: bytes | None, most: int) -> Image:
+    """Make a save point of an image that its kernel has slept in, and return that; nothing of the image is copied.
 
-    ``notebook``: its document, to be kept in it; not of an encrypted one.  Raises `ImageArchived`, `ImageForged`,
-    `ImageDamaged`, `ImageStale`, `ImageBusy`, `KeyUnusable`, `StoreUnwritable`, `NoSpace`.
+    ``notebook``: its document, to be kept in it.  ``most``: as for `kept_files.keep`, of files that nobody has changed
+    since.  An encrypted image gets neither.  Raises `ImageArchived`, `ImageForged`, `ImageDamaged`, `ImageStale`,
+    `ImageBusy`, `KeyUnusable`, `StoreUnwritable`, `NoSpace`.
     """
     with lease.acquire(image.path, remove=True), mapped_errors(store.root):
         if image.archived:
@@ -122,21 +124,47 @@ def of_sleep(store: Store, image: Image, point: SavePoint, notebook: bytes | Non
         manifest = verify.require_sealed(image.path, store.keys)
         verify.require_tree(image.path, manifest)
         store.generations.require_current(manifest)
-        files = dict(manifest.files)
-        if notebook is not None and manifest.encryption is None:
-            directory = image.criu_directory / layout.KEPT
-            directory.mkdir(mode=0o700, exist_ok=True)
-            write_atomically(directory / layout.NOTEBOOK, notebook, durable=True)
-            files[_NOTEBOOK] = FileEntry(len(notebook), blake3(notebook).hexdigest())
-        kept = Image(image.path, replace(manifest, files=files, save_point=point.as_dict()))
+        files: dict[str, Any] = {}
+        if manifest.encryption is None:
+            manifest, files = _with_kept_files(image, manifest, notebook, most, store.free())
+        kept = Image(image.path, replace(manifest, save_point={**point.as_dict(), "files": files}))
         write_atomically(image.path / layout.MANIFEST, kept.manifest.to_json(), durable=True)
         verify.seal(image.path, store.keys.current())
         layout.mark(image.path, layout.RETIRED).unlink(missing_ok=True)
         kept.withdraw_claim()
         links.keep(kept.manifest)
+        links.remove_tracked(kept.manifest)  # as the end of an awake kernel does
     with contextlib.suppress(KeyUnusable):  # then the manifest of before, if it is put back, may go unnoticed
         store.generations.record_restored(manifest.kernel_id, manifest.generation)
     return kept
+
+
+def _with_kept_files(
+    image: Image, manifest: Manifest, notebook: bytes | None, most: int, free: int
+) -> tuple[Manifest, dict[str, Any]]:
+    """Add the notebook and the files in use to an image; return its manifest, and the files as JSON objects."""
+    noted, directory = manifest.fingerprint.get("files", {}), image.criu_directory / layout.KEPT
+    unchanged = {path: was for path, was in noted.items() if _is_unchanged(path, was)}
+    found = kept_files.hashed(kept_files.keep(unchanged, [], directory, most, free), directory)
+    entries = dict(manifest.files)
+    for facts in found.values():
+        if facts["copy"]:
+            copy = directory / facts["copy"]
+            flush(copy)
+            entries[f"{layout.CRIU}/{layout.KEPT}/{copy.name}"] = FileEntry(copy.stat().st_size, facts["blake3"])
+    if notebook is not None:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        write_atomically(directory / layout.NOTEBOOK, notebook, durable=True)
+        entries[_NOTEBOOK] = FileEntry(len(notebook), blake3(notebook).hexdigest())
+    return replace(manifest, files=entries), found
+
+
+def _is_unchanged(path: str, was: Mapping[str, Any]) -> bool:
+    """Return whether a file is as it was when its kernel fell asleep; nobody else writes to its shared memory."""
+    now = file_facts(path)
+    if now is None or kept_files.is_memory(path):
+        return now is not None and now["inode"] == was.get("inode")
+    return same_file(was, now)
 
 
 def described(image: Image) -> dict[str, Any]:

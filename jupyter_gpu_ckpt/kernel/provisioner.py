@@ -280,7 +280,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         #: Returns the notebook's document, on another thread than the event loop's; set by the server extension.
         self.document: Callable[[], bytes | None] = lambda: None
         self._orphan: Orphan | None = None
-        #: Why there is no save point before the restart that is under way.
+        #: Whether there is to be a save point before the restart that is under way, and why there is none.
+        self._saves_restart = False
         self._not_saved: GpuCkptError | None = None
         #: Only the first launch attaches; a restart starts a fresh kernel.
         self._launched = False
@@ -445,6 +446,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         self._not_saved, lifecycle, gate = None, self.lifecycle, self.gate
         if not self.save_before_restarts or lifecycle is None or gate is None:
             return
+        self._saves_restart = True
 
         def save() -> None:
             current = self._checkpointable()
@@ -591,6 +593,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         elif self._launched:  # a restarted branch is a fresh kernel
             point = None
         launch = self._launch(cmd, kwargs, point)
+        self._saves_restart = False
         if (why := self._not_saved) is not None:
             launch, self._not_saved = with_notice(launch, not_saved_notice(why)), None
         self._unwanted, self._arguments = False, dict(kwargs)
@@ -862,7 +865,8 @@ class GpuCkptProvisioner(LocalProvisioner):
             return restart or self._keeps_images or not point.automatic
         if not restart:
             return self._keeps_images
-        return not image.manifest.branched_from and image.manifest.bytes <= self.save_before_restarts
+        is_own = self._saves_restart and not image.manifest.branched_from
+        return is_own and image.manifest.bytes <= self.save_before_restarts
 
     async def detach(self) -> None:
         """Called when the server stops: checkpoint the kernel, for the next server to attach.

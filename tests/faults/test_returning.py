@@ -345,6 +345,7 @@ async def test_the_kernel_is_ended_while_it_returns(subject, end, now):
     subject.provisioner.save_before_restarts = 1 if end.endswith("large") else 1 << 30
     image, lifecycle, manager = await subject.provisioner.checkpoint(), subject.kernel.lifecycle, subject.kernel.manager
     loop, ended = asyncio.get_running_loop(), []
+    await subject.provisioner.save_before_restart()  # as the server does
 
     def stop(event) -> None:
         if (event.kind, event.step) == ("completed", "criu_restore"):

@@ -78,7 +78,7 @@ def test_an_image_that_a_kernel_slept_in_becomes_a_save_point(store):
     image = publish(store, generation=1)
     image.retire()
     manifest, seal = ((image.path / name).read_bytes() for name in (layout.MANIFEST, layout.SEAL))
-    made = save_point.of_sleep(store, image, POINT, b"{}")
+    made = save_point.of_sleep(store, image, POINT, b"{}", 0)
     assert store.images() == [made]
     assert (made.id, save_point.of_image(made), made.retired) == (image.id, POINT, True)
     assert save_point.notebook(store, made) == b"{}"
@@ -94,11 +94,11 @@ def test_an_image_that_another_wrote_or_that_lies_elsewhere_becomes_none(store):
     image = publish(store)
     image.mark_archived(True)
     with pytest.raises(ImageArchived):
-        save_point.of_sleep(store, image, POINT, None)
+        save_point.of_sleep(store, image, POINT, None, 0)
     image.mark_archived(False)
     (image.path / layout.SEAL).write_text("{}")
     with pytest.raises(ImageForged):
-        save_point.of_sleep(store, image, POINT, None)
+        save_point.of_sleep(store, image, POINT, None, 0)
     assert not store.get(image.id).is_save_point
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +87,22 @@ def test_a_restart_of_a_sleeping_kernel_can_be_undone(living, moment):
         assert living.run(kernel_id, "with lock: print(x + 1)") == "42"
     living.ask("DELETE", f"api/kernels/{kernel_id}")
     assert kernel_id not in [image["kernel_id"] for image in living.get("gpu-ckpt/images")]
+
+
+def test_files_and_shared_memory_go_back_to_before_the_restart_of_a_sleeping_kernel(living):
+    kernel_id = living.start_kernel()
+    code = "from multiprocessing.shared_memory import SharedMemory; log = open('log', 'w+'); _ = log.write('then')\n"
+    code += "log.flush(); block = SharedMemory(create=True, size=5); block.buf[:] = b'hello'; print(block.name)"
+    memory = Path("/dev/shm", living.run(kernel_id, code))
+    assert living.do(kernel_id, "checkpoint")["error"] is None
+    assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
+    assert not memory.exists()
+    living.run(kernel_id, "_ = open('log', 'a').write(' and now')")
+    back = {"name": newest(living, kernel_id), "files": "then"}
+    assert living.do(kernel_id, "back", back)["error"] is None
+    assert living.run(kernel_id, "_ = log.seek(0); print(log.read(), bytes(block.buf))") == "then b'hello'"
+    living.ask("DELETE", f"api/kernels/{kernel_id}")
+    assert list(memory.parent.glob(f"{memory.name}*")) == []
 
 
 def test_a_sleeping_kernel_that_is_too_large_leaves_nothing_at_its_restart(tmp_path, runtime_base, criu_binary):

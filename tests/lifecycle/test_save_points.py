@@ -358,6 +358,17 @@ async def test_nobody_is_asked_about_the_counters_of_a_java_virtual_machine(kern
         assert await kernel.run("print(mapped[:5])") == "b'first'"
 
 
+async def test_the_history_of_ipython_stays_as_it_is_also_of_a_kernel_without_an_agent(kernel, tmp_path):
+    """xeus-python has it open all the time, as this kernel has another profile's."""
+    (tmp_path / "profile_default").mkdir()
+    code = "import sqlite3; history = sqlite3.connect('profile_default/history.sqlite', isolation_level=None)\n"
+    await kernel.run(code + "_ = history.execute('create table lines (line)'); x = 1")
+    await kernel.provisioner.save("one")
+    await kernel.run("_ = history.execute('insert into lines values (1)'); x = 2")
+    await kernel.provisioner.back("one")
+    assert await kernel.run("print(x, history.execute('select * from lines').fetchall())") == "1 [(1,)]"
+
+
 STORES = """
 import fcntl, lmdb, mmap, os
 store = lmdb.open("store", map_size=1 << 22)

@@ -5,6 +5,7 @@ A kernel keeps some (`LifecycleSettings.automatic_save_points`), dense lately an
 
 from __future__ import annotations
 
+import json
 import time
 
 from ..image import save_point
@@ -54,7 +55,7 @@ def size(lifecycle: Lifecycle) -> int:
     return host_memory.resident(lifecycle.kernel) + sum(host_memory.device_bytes(lifecycle.kernel).values())
 
 
-def offer(store: Store, kernel_id: str, status: int | None) -> str:
+def offer(store: Store, kernel_id: str, status: int | None, *, has_magic: bool) -> str:
     """Return what the user of a kernel reads that has taken the place of one that died; empty without save points."""
     points = save_point.of_kernel(store.images(), kernel_id)
     if not points:
@@ -62,7 +63,11 @@ def offer(store: Store, kernel_id: str, status: int | None) -> str:
     name, image = list(points.items())[-1]
     at = time.strftime("%H:%M", time.localtime(image.manifest.created))
     how = f"was ended by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
-    return (
-        f"The kernel {how}; this is a fresh one. Its last save point is from {at}; to go back to it: "
-        f"%gpu_checkpoint --back {name!r}"
+    return f"The kernel {how}; this is a fresh one. Its last save point is from {at}; to go back to it: " + (
+        f"%gpu_checkpoint --back {name!r}" if has_magic else _by_rest(kernel_id, name)
     )
+
+
+def _by_rest(kernel_id: str, name: str) -> str:
+    """Return how a kernel without an agent goes back: it has no magic."""
+    return f"the GPU panel in the browser, or POST gpu-ckpt/kernels/{kernel_id}/back with {json.dumps({'name': name})}"

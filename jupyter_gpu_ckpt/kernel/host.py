@@ -291,7 +291,8 @@ class KernelHost:
     def _launch(self, engine: Engine, launch: Launch) -> None:
         previous = self.lifecycle or self.last
         if previous is not None and previous.kernel.died and NOTICE not in launch.env:
-            notice = automatic_saves.offer(engine.store, self.kernel_id, previous.kernel.exit_status)
+            status, has_magic = previous.kernel.exit_status, rewrite(launch.cmd) is not None
+            notice = automatic_saves.offer(engine.store, self.kernel_id, status, has_magic=has_magic)
             launch = with_notice(launch, notice) if notice else launch
         if self._registration is None:
             reap(launch.base)

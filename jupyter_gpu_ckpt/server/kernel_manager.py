@@ -11,6 +11,7 @@ A site with a kernel manager of its own puts the mixin before it::
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 import weakref
@@ -42,6 +43,30 @@ else:
 _culling: ContextVar[str | None] = ContextVar("_culling", default=None)
 
 
+class _OneLine(logging.Filter):
+    """Log an error of this package once, and in one line: jupyter_client logs it wherever it passes, with a traceback.
+
+    Its code alone, as its text may name private files; the caller gets all of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logged: weakref.ref[BaseException] | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, GpuCkptError) or error.code == GpuCkptError.code:
+            return True  # one that nobody has foreseen needs its traceback
+        is_new = self._logged is None or self._logged() is not error
+        self._logged = weakref.ref(error)
+        record.msg, record.args = "A kernel could not be started, restarted or shut down: %s", (error.code,)
+        record.exc_info = record.exc_text = None
+        return is_new
+
+
+_ONE_LINE = _OneLine()
+
+
 class CheckpointKernelManagerMixin(_Base):
     """Adapts jupyter_server's rules about idle kernels to kernels that can sleep."""
 
@@ -54,6 +79,7 @@ class CheckpointKernelManagerMixin(_Base):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        getattr(self.log, "logger", self.log).addFilter(_ONE_LINE)  # of its kernels, too, and once for all managers
         #: Called with the id and the provisioner of each kernel that runs (again).
         self.on_kernel: Callable[[str, GpuCkptProvisioner], object] = lambda *_: None
         self.readiness = Readiness()

@@ -25,6 +25,7 @@ from jupyter_gpu_ckpt.image.quota import used
 from jupyter_gpu_ckpt.image.retention import Limits, choose
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.image.store import Image
+from jupyter_gpu_ckpt.kernel import automatic_saves
 from jupyter_gpu_ckpt.kernel.orphans import newest_images, only_copy
 from jupyter_gpu_ckpt.node.facts import file_facts
 
@@ -243,3 +244,14 @@ def test_files_that_would_have_to_be_copied_are_not_tried_one_by_one(tmp_path, m
     assert tried == ["log"], "what the kernel writes to comes first; where that is no reflink, program code is none"
     assert [(Path(path).name, file.kept) for path, file in found.items()] == [("log", False)]
     assert not (tmp_path / "kept").exists(), "an image has no empty directories"
+
+
+def test_a_kernel_without_an_agent_has_no_magic_to_go_back_by(store):
+    image = kept(store)
+    with_agent = automatic_saves.offer(store, FACTS.kernel_id, -9, has_magic=True)
+    assert with_agent.endswith("to go back to it: %gpu_checkpoint --back 'before'")
+    without = automatic_saves.offer(store, FACTS.kernel_id, -9, has_magic=False)
+    assert without.endswith(f'POST gpu-ckpt/kernels/{FACTS.kernel_id}/back with {{"name": "before"}}')
+    assert "%" not in without
+    store.remove(image)
+    assert automatic_saves.offer(store, FACTS.kernel_id, -9, has_magic=False) == ""

@@ -25,6 +25,8 @@ def test_a_server_stops_after_a_refused_branch(tmp_path, runtime_base, criu_bina
         files = sorted((live.home / "runtime").iterdir())
         assert live.do(source, "branch")["error"]["code"] == "BRANCH_DIFFERS"
         assert sorted((live.home / "runtime").iterdir()) == files
+        assert live.log.count("BRANCH_DIFFERS") == 1
+        assert "Traceback" not in live.log
         live.process.send_signal(signal.SIGTERM)
         ends_without_error(live)
 

@@ -98,9 +98,9 @@ class GpuCkptProvisioner(LocalProvisioner):
     keep_image_on_shutdown = Bool(
         False,
         help="Keep the image when a checkpointed kernel is shut down; else it is deleted. (A restart makes it a save "
-        "point, see `save_before_restarts`. It is always kept when the server stops, when the kernel expires, and "
-        "when its user has protected it.) A kept image can be opened again from the list of sleeping kernels in the "
-        "browser, or by REST; `jupyter gpu-ckpt rm` deletes it.",
+        "point, see `save_before_restarts`. It is always kept when a server with the extension stops, when the "
+        "kernel expires, and when its user has protected it.) A kept image can be opened again from the list of "
+        "sleeping kernels in the browser, or by REST; `jupyter gpu-ckpt rm` deletes it.",
     ).tag(config=True)
 
     accept_changed_files = Bool(
@@ -852,7 +852,7 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     @property
     def _keeps_images(self) -> bool:
-        """Whether the image stays if the kernel is shut down."""
+        """Return whether the image stays if the kernel is shut down."""
         return self.keep_image_on_shutdown or self.keep_image or self.agent_requests.protection() is not None
 
     def _keeps(self, restart: bool, image: Image) -> bool:

@@ -45,7 +45,7 @@ def test_a_notebook_that_a_command_runs_sleeps_and_wakes(tmp_path: Path, runtime
 def test_a_script_that_a_command_runs_ends_without_an_error(
     tmp_path: Path, runtime_base: Path, source: str, asleep: bool
 ):
-    """It ends its kernel as the interpreter ends, when no thread can be started any more."""
+    """The command ends its kernel as the interpreter ends, when no thread can be started any more."""
     script = "print(41 + 1)\n" + "%gpu_checkpoint\n" * asleep
     (tmp_path / "script.py").write_text(script)
     env = environment(tmp_path) | {"JUPYTER_PATH": str(write_kernelspecs(tmp_path, runtime_base))}

@@ -13,13 +13,14 @@ kernel has too little of (threads, descriptors, memory), if that is why.
     Return the summary of the variables (`summary`), to be compared with that of a save point; changes nothing.
 ``gpu_ckpt_collect_request``  {}
     Collect garbage, while the kernel is still served: a quiesce that follows at once does not look through all objects.
-``gpu_ckpt_quiesce_request``  {"trim": true, "files": true, "summary": false, "writes": true, "goes_back": false}
+``gpu_ckpt_quiesce_request``  {"trim": true, "files": true, "summary": false, "writes": true, "bytes": 1048576,
+                               "goes_back": false}
     Flush all output.  ``trim``: release the variables that ``%gpu_checkpoint --drop`` named (for good, also if the
     checkpoint fails), collect garbage and free the caches of GPU libraries.  ``files``: close or replace what CRIU
     cannot save or restore: a debugger that was turned off (until it is turned on again), the history database, the TCP
     listener for children's output, shared mappings of deleted files.  ``summary``: the report has a summary of the
-    variables, for a save point.  ``writes``: an image is to be written.  ``goes_back``: the kernel goes back from this
-    state.  An error reply means that all of it was undone.
+    variables, for a save point.  ``writes``: an image is to be written, of about so many ``bytes``.  ``goes_back``: the
+    kernel goes back from this state.  An error reply means that all of it was undone.
 ``gpu_ckpt_thaw_request``  {"environ": {"NAME": "value" | null}, "notice": "text for the next cell's output",
 "again": false}
     Set (null: unset) environment variables and undo quiesce.  ``again``: the kernel has come back from a save point,
@@ -61,6 +62,9 @@ from .trackers import Trackers
 NAME = "_jupyter_gpu_ckpt_agent"
 #: Seconds since the end of the last cell.
 _JUST_USED_S = 60.0
+#: Bytes that a dump writes, of host and device memory together, in less than ten times the time of that look: garbage
+#: that is a tenth of them costs less than to find it.
+_LITTLE = 4 << 30
 #: Seconds since all objects were looked through for garbage.
 _JUST_COLLECTED_S = 5.0
 
@@ -275,10 +279,12 @@ class Agent:
 
         To look through all objects takes 0.2 s where a framework is imported, in which 10 GiB of device memory leave
         the GPU.  A suspend of a kernel that was just in use is not kept waiting by that, nor its way back to a save
-        point: what is garbage in a cycle for long moves with the rest.  Nor is a save, if it can be no device memory.
+        point, nor a checkpoint of little memory: what is garbage in a cycle for long moves with the rest.  Nor is a
+        save, if it can be no device memory.
         """
         just_used = time.monotonic() - self._used_at < _JUST_USED_S
-        waits_not = just_used and (not content.get("writes", True) or content.get("goes_back"))
+        little = not content.get("writes", True) or content.get("bytes", _LITTLE) < _LITTLE
+        waits_not = just_used and (little or content.get("goes_back"))
         waits_not = waits_not or time.monotonic() - self._collected_at < _JUST_COLLECTED_S
         if waits_not or (content.get("summary") and not gpu_memory.initialized()):
             return 1

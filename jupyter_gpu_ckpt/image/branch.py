@@ -103,7 +103,7 @@ def copy(store: Store, source: Image, kernel: NewKernel, keep_as: SavePoint | No
         manifest = verify.require_sealed(source.path, store.keys)
         verify.require_tree(source.path, manifest)
         links.secure(manifest)
-        draft = store.begin(kernel.kernel_id, manifest.bytes)
+        draft = store.begin(kernel.kernel_id, manifest.bytes, copies=True)
         try:
             draft.copy(source, whole=keep_as is not None)
             point = {**keep_as.as_dict(), "files": _kept(store, source, draft)} if keep_as is not None else None

@@ -129,7 +129,7 @@ class Draft:
             self._known = {layout.device_file(name): entry for name, entry in written.items()}
 
     def copy(self, source: Image, *, whole: bool = False) -> None:
-        """Copy all files of an image but its session, or share them.  Encrypted ones stay encrypted as they are.
+        """Copy all files of an image but its session, or share them: encrypted or not, as they are.
 
         ``whole``: join files of pages that are in chunks, which a restore then need not do.  Raises `NoSpace`,
         `StoreUnwritable`, `ImageDamaged`.

@@ -91,17 +91,18 @@ class Store:
     def _used(self) -> Used:
         return used(self.images(), sum(_bytes(self.root / id) for id in self.damaged()))
 
-    def begin(self, kernel_id: str, needed: int = 0, *, shares: bool = False) -> Draft:
+    def begin(self, kernel_id: str, needed: int = 0, *, shares: bool = False, copies: bool = False) -> Draft:
         """Begin an image of ``needed`` bytes at most.  Raises `QuotaExceeded`, `StoreUnwritable`, `NoSpace`.
 
-        ``shares``: chunks that a save point has are not written again (`shared_chunks`).
+        ``shares``: chunks that a save point has are not written again (`shared_chunks`).  ``copies``: the content is
+        that of another image, encrypted or not as it is there.
         """
-        self.prepare()
+        self.prepare(may_encrypt=not copies)
         known = KnownChunks(self.images() if shares else ())
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         id = f"{stamp}-{kernel_id[:8]}-{secrets.token_hex(3)}"
         reservation = self.reservation(self.root / f"{layout.DRAFT}{id}", kernel_id)
-        keys, generations, vault = self.keys, self.generations, self.vault
+        keys, generations, vault = self.keys, self.generations, Vault() if copies else self.vault
         return Draft(self.root, id, keys, generations, vault, reservation, needed, self._needed_links, known)
 
     def take_over(self, id: str, kernel_id: str, lock: int) -> Draft:

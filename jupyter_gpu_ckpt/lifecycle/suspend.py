@@ -284,8 +284,10 @@ def quiesce(attempt: Attempt) -> None:
     if not kernel.home.has_agent:
         return
     # Off the GPU, what frees device memory would wait for it.
-    content = {"trim": not kernel.saved.cuda, "files": True, "summary": attempt.save_point is not None}
+    content: dict[str, Any] = {"trim": not kernel.saved.cuda, "files": True}
+    content["summary"] = attempt.save_point is not None
     content |= {"writes": attempt.goal is not State.SUSPENDED, "goes_back": attempt.next_image is not None}
+    content["bytes"] = host_memory.resident(kernel) + sum(host_memory.device_bytes(kernel).values())
     report = request_agent(kernel, "quiesce", content).get("report", {})
     attempt.traced.bytes = report.get("trimmed_bytes")
     if isinstance(seconds := report.pop("seconds", None), dict):

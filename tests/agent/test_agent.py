@@ -101,7 +101,9 @@ def test_a_suspend_waits_for_old_garbage_only_if_the_kernel_has_not_been_in_use(
     kernel.run(f"{made}; del x\ny = C(); y.y = y; young = weakref.ref(y); del y")
     kernel.report("quiesce", {"trim": True, "files": False, "writes": False})
     assert kernel.run("print(w() is None, young() is None)") == "False True"
-    kernel.report("quiesce", {"trim": True, "files": False, "writes": True})
+    kernel.report("quiesce", {"trim": True, "files": False, "writes": True, "bytes": 3 << 30})
+    assert kernel.run("print(w() is None)") == "False", "a dump of little memory was kept waiting"
+    kernel.report("quiesce", {"trim": True, "files": False, "writes": True, "bytes": 4 << 30})
     assert kernel.run("print(w() is None)") == "True"
     kernel.run(f"{made}; del x")
     kernel.run("import sys; sys.modules[type(get_ipython()._jupyter_gpu_ckpt_agent).__module__]._JUST_USED_S = 0.0")

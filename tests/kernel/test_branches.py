@@ -18,6 +18,8 @@ from jupyter_client.provisioning import KernelProvisionerFactory
 from traitlets.config import Config
 
 from jupyter_gpu_ckpt.errors import BranchDiffers, BranchUnsafe, CriuError, GpuCkptError
+from jupyter_gpu_ckpt.image.branch import NewKernel, copy
+from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.kernel import branching
 from jupyter_gpu_ckpt.kernel.agent_injection import PROVISIONER
 
@@ -266,6 +268,21 @@ async def test_a_branch_of_an_encrypted_image(tmp_path, runtime_base, criu_binar
             assert await branch.run("print(x)") == "41"
             ports = {await each.run("print(listener.getsockname()[1])") for each in (kernel, branch)}
             assert len(ports) == 2
+
+
+async def test_a_branch_of_an_image_from_before_encryption_was_configured(kernel, tmp_path):
+    await kernel.run("x = 41")
+    image = await kernel.provisioner.save("point")
+    (tmp_path / "key").write_text("17" * 32)
+    (tmp_path / "key").chmod(0o600)
+    kernel.manager.config.GpuCkptProvisioner.encryption_key = f"file:{tmp_path / 'key'}"
+    async with branch_of(image.id, kernel, tmp_path / "branch") as branch:
+        assert await branch.run("print(x)") == "41"
+        assert (await branch.provisioner.checkpoint()).manifest.encryption
+        assert await branch.run("print(x)") == "41"
+        copied = copy(branch.lifecycle.engine.store, image, NewKernel("t", "python3", lambda _: None), SavePoint("t"))
+        assert copied.manifest.encryption is None
+        branch.lifecycle.engine.store.check(copied)
 
 
 async def test_children_that_a_branch_forks_print_in_its_notebook(kernel, tmp_path):

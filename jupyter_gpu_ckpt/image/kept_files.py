@@ -31,6 +31,8 @@ from .image import Image
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - where glibc keeps it
 #: Counters that each Java virtual machine maps, always there, and changes all the time.
 _COUNTERS = re.compile(r"/tmp/hsperfdata_[^/]+/[0-9]+$")  # noqa: S108
+#: IPython's history, which all kernels of a user write to, those without an agent, too: it does not go back.
+_HISTORY = re.compile(r"/profile_[^/]+/history\.sqlite(-(wal|shm|journal))?$")
 _BLOCK = 4 << 20
 #: Extended attributes that are kept (xattr(7)); Linux and its security modules set the others themselves.
 _OF_PROGRAMS = "user.", "system.posix_acl_access"
@@ -73,7 +75,7 @@ def keep(
     """
     found: dict[str, KeptFile] = {}
     without_reflinks: set[int] = set()
-    wanted = {path: facts for path, facts in files.items() if not facts.get("made")}
+    wanted = {path: facts for path, facts in files.items() if not (facts.get("made") or _HISTORY.search(path))}
     needed = dict.fromkeys(replaced)
     first = [path for path, facts in wanted.items() if facts.get("writes")]
     for path in dict.fromkeys([*needed, *first, *wanted]):

@@ -6,20 +6,29 @@ this: a server does not attach its kernel by itself, no newer image outdates it,
 
 from __future__ import annotations
 
+import contextlib
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..errors import BadRequest, SavePointExists, SavePointNotFound
-from . import layout
+from blake3 import blake3
+
+from ..errors import BadRequest, ImageArchived, KeyUnusable, SavePointExists, SavePointNotFound
+from ..files.atomic import flush, write_atomically
+from ..files.disk import mapped_errors
+from ..node.facts import file_facts, same_file
+from . import kept_files, layout, lease, links, verify
 from .image import Image
+from .manifest import FileEntry, Manifest
 from .shared_chunks import bytes_alone
 from .store import Store
 
 #: Characters of a name at most.
 LONGEST = 80
+#: The notebook's document, as a manifest names it.
+_NOTEBOOK = f"{layout.CRIU}/{layout.KEPT}/{layout.NOTEBOOK}"
 _NAME = re.compile(r"[^\s.\x00-\x1f\x7f-\x9f/\\]([^\x00-\x1f\x7f-\x9f/\\]*[^\s\x00-\x1f\x7f-\x9f/\\])?")
 
 #: Categories of characters that are not seen, reorder the text around them, or are in no URL: format characters (marks
@@ -33,7 +42,7 @@ class SavePoint:
 
     ``automatic``: it was made without a request, and may be thinned out.  ``cell``: the number of the last cell that
     was run, 0 if it is not known.  ``variables``: name, type, bytes and digest of each, as the agent found them;
-    ``left_out``: how many there were beside these.
+    ``left_out``: how many there were beside these, 1 where nobody has looked.
     """
 
     name: str
@@ -107,6 +116,62 @@ def _shown(variable: dict[str, Any] | None) -> dict[str, Any] | None:
 _PRIVATE = frozenset({"digest", "weak"})
 
 
+def of_sleep(store: Store, image: Image, point: SavePoint, notebook: bytes | None, most: int) -> Image:
+    """Make a save point of an image that its kernel has slept in, and return that; nothing of the image is copied.
+
+    ``notebook``: its document, to be kept in it.  ``most``: as for `kept_files.keep`, of files that nobody has changed
+    since.  An encrypted image gets neither.  Raises `ImageArchived`, `ImageForged`, `ImageDamaged`, `ImageStale`,
+    `ImageBusy`, `KeyUnusable`, `StoreUnwritable`, `NoSpace`.
+    """
+    with lease.acquire(image.path, remove=True), mapped_errors(store.root):
+        if image.archived:
+            raise ImageArchived("The content of the image is in the cold tier.", image=image.id)
+        manifest = verify.require_sealed(image.path, store.keys)
+        verify.require_tree(image.path, manifest)
+        store.generations.require_current(manifest)
+        files: dict[str, Any] = {}
+        if manifest.encryption is None:
+            manifest, files = _with_kept_files(image, manifest, notebook, most, store.free())
+        kept = Image(image.path, replace(manifest, save_point={**point.as_dict(), "files": files}))
+        write_atomically(image.path / layout.MANIFEST, kept.manifest.to_json(), durable=True)
+        verify.seal(image.path, store.keys.current())
+        layout.mark(image.path, layout.RETIRED).unlink(missing_ok=True)
+        kept.withdraw_claim()
+        links.keep(kept.manifest)
+        links.remove_tracked(kept.manifest)  # as the end of an awake kernel does
+    with contextlib.suppress(KeyUnusable):  # then the manifest of before, if it is put back, may go unnoticed
+        store.generations.record_restored(manifest.kernel_id, manifest.generation)
+    return kept
+
+
+def _with_kept_files(
+    image: Image, manifest: Manifest, notebook: bytes | None, most: int, free: int
+) -> tuple[Manifest, dict[str, Any]]:
+    """Add the notebook and the files in use to an image; return its manifest, and the files as JSON objects."""
+    noted, directory = manifest.fingerprint.get("files", {}), image.criu_directory / layout.KEPT
+    unchanged = {path: was for path, was in noted.items() if _is_unchanged(path, was)}
+    found = kept_files.hashed(kept_files.keep(unchanged, [], directory, most, free), directory)
+    entries = dict(manifest.files)
+    for facts in found.values():
+        if facts["copy"]:
+            copy = directory / facts["copy"]
+            flush(copy)
+            entries[f"{layout.CRIU}/{layout.KEPT}/{copy.name}"] = FileEntry(copy.stat().st_size, facts["blake3"])
+    if notebook is not None:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        write_atomically(directory / layout.NOTEBOOK, notebook, durable=True)
+        entries[_NOTEBOOK] = FileEntry(len(notebook), blake3(notebook).hexdigest())
+    return replace(manifest, files=entries), found
+
+
+def _is_unchanged(path: str, was: Mapping[str, Any]) -> bool:
+    """Return whether a file is as it was when its kernel fell asleep; nobody else writes to its shared memory."""
+    now = file_facts(path)
+    if now is None or kept_files.is_memory(path):
+        return now is not None and now["inode"] == was.get("inode")
+    return same_file(was, now)
+
+
 def described(image: Image) -> dict[str, Any]:
     """Return a save point as JSON objects, with what it costs.
 
@@ -129,7 +194,7 @@ def described(image: Image) -> dict[str, Any]:
 
 def has_notebook(image: Image) -> bool:
     """Return whether the notebook's document was saved, also where its content is in the cold tier."""
-    return f"{layout.CRIU}/{layout.KEPT}/{layout.NOTEBOOK}" in image.manifest.files
+    return _NOTEBOOK in image.manifest.files
 
 
 def notebook(store: Store, image: Image) -> bytes | None:

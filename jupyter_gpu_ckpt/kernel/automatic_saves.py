@@ -5,6 +5,7 @@ A kernel keeps some (`LifecycleSettings.automatic_save_points`), dense lately an
 
 from __future__ import annotations
 
+import json
 import time
 
 from ..image import save_point
@@ -30,12 +31,31 @@ def save(lifecycle: Lifecycle, why: str, notebook: bytes | None) -> Image:
     return image
 
 
+def keep_image(lifecycle: Lifecycle, why: str, notebook: bytes | None) -> Image | None:
+    """Make an automatic save point of the image that the kernel slept in when it was ended.
+
+    Return None where the kernel's other thread has just dealt with it.  Raises as `save_point.of_sleep`; then the image
+    is as it was.
+    """
+    kernel = lifecycle.kernel
+    with kernel.lock:
+        store = kernel.engine.store
+        if (image := kernel.image) is None:
+            return None
+        name = going_back.automatic_name(why, store.images(), lifecycle.home.kernel_id)
+        point = SavePoint(name, automatic=True, left_out=1)
+        kept = save_point.of_sleep(store, image, point, notebook, kernel.settings.kept_file_bytes)
+        kernel.image = None
+        going_back.thin_out(kernel)
+        return kept
+
+
 def size(lifecycle: Lifecycle) -> int:
     """Return the bytes that a save point of a kernel may have, host and device memory.  Raises `GpuCkptError`."""
     return host_memory.resident(lifecycle.kernel) + sum(host_memory.device_bytes(lifecycle.kernel).values())
 
 
-def offer(store: Store, kernel_id: str, status: int | None) -> str:
+def offer(store: Store, kernel_id: str, status: int | None, *, has_magic: bool) -> str:
     """Return what the user of a kernel reads that has taken the place of one that died; empty without save points."""
     points = save_point.of_kernel(store.images(), kernel_id)
     if not points:
@@ -43,7 +63,11 @@ def offer(store: Store, kernel_id: str, status: int | None) -> str:
     name, image = list(points.items())[-1]
     at = time.strftime("%H:%M", time.localtime(image.manifest.created))
     how = f"was ended by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
-    return (
-        f"The kernel {how}; this is a fresh one. Its last save point is from {at}; to go back to it: "
-        f"%gpu_checkpoint --back {name!r}"
+    return f"The kernel {how}; this is a fresh one. Its last save point is from {at}; to go back to it: " + (
+        f"%gpu_checkpoint --back {name!r}" if has_magic else _by_rest(kernel_id, name)
     )
+
+
+def _by_rest(kernel_id: str, name: str) -> str:
+    """Return how a kernel without an agent goes back: it has no magic."""
+    return f"the GPU panel in the browser, or POST gpu-ckpt/kernels/{kernel_id}/back with {json.dumps({'name': name})}"

@@ -112,6 +112,11 @@ class Launch:
         return (self.kernel_name, *(word.replace(self.connection_file, "{connection_file}") for word in self.cmd))
 
 
+def with_notice(launch: Launch, notice: str) -> Launch:
+    """Return ``launch`` with a notice that the user reads in the kernel's first cell."""
+    return dataclasses.replace(launch, env={**launch.env, NOTICE: notice})
+
+
 class KernelOwner(Protocol):
     """The methods that a `KernelHost` calls in its owner, the provisioner.  None may call the gate or block."""
 
@@ -121,6 +126,7 @@ class KernelOwner(Protocol):
     def step_traced(self, event: StepEvent) -> None: ...
     def protection_changed(self, until: float | None) -> None: ...
     def notebook(self) -> bytes | None: ...
+    def end_announced(self, lifecycle: Lifecycle, restart: bool) -> None: ...
     def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None: ...
     def start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None: ...
     def branch_requested(
@@ -225,7 +231,7 @@ class KernelHost:
                 last = newest_images(engine.store).get(self.kernel_id)
                 if last is not None and last.image is not None:
                     last.image.retire()
-                launch = self._with_notice(launch, last)
+                launch = self._with_end_noticed(launch, last)
         if launch.branch is not None:
             try:
                 return self._branch(engine, launch, launch.branch)
@@ -234,7 +240,7 @@ class KernelHost:
                     raise
                 message = "Kernel %s is started without its template: %s"
                 self._log.warning(message, self.kernel_id, error)
-                launch = dataclasses.replace(launch, env={**launch.env, NOTICE: without_template_notice(error)})
+                launch = with_notice(launch, without_template_notice(error))
         return self._launch(engine, launch)
 
     def _branch(self, engine: Engine, launch: Launch, point: BranchPoint) -> None:
@@ -302,13 +308,14 @@ class KernelHost:
     def _launch(self, engine: Engine, launch: Launch) -> None:
         previous = self.lifecycle or self.last
         if previous is not None and previous.kernel.died and NOTICE not in launch.env:
-            notice = automatic_saves.offer(engine.store, self.kernel_id, previous.kernel.exit_status)
-            launch = dataclasses.replace(launch, env={**launch.env, NOTICE: notice}) if notice else launch
+            status, has_magic = previous.kernel.exit_status, rewrite(launch.cmd) is not None
+            notice = automatic_saves.offer(engine.store, self.kernel_id, status, has_magic=has_magic)
+            launch = with_notice(launch, notice) if notice else launch
         if self._registration is None:
             reap(launch.base)
             lost = claim_lost(launch.base, self.kernel_id, launch.env.get("JPY_SESSION_NAME", ""))
             if lost and NOTICE not in launch.env:
-                launch = self._with_notice(launch, newest_images(engine.store).get(lost))
+                launch = self._with_end_noticed(launch, newest_images(engine.store).get(lost))
             self._registration = Registration(make_runtime_dir(launch.base))
         else:
             self._registration.renew()
@@ -356,11 +363,11 @@ class KernelHost:
         finally:
             launched.set_result(lifecycle.state is State.RUNNING)
 
-    def _with_notice(self, launch: Launch, last: Orphan | None) -> Launch:
+    def _with_end_noticed(self, launch: Launch, last: Orphan | None) -> Launch:
         """Return ``launch`` with a notice for the user that an earlier kernel ended; ``last`` is its last image."""
         notice = ended_notice(last)
         self._log.warning("Kernel %s: %s", self.kernel_id, notice)
-        return dataclasses.replace(launch, env={**launch.env, NOTICE: notice})
+        return with_notice(launch, notice)
 
     def _attach(self, engine: Engine, launch: Launch, found: Orphan) -> None:
         """Become the owner of a kernel that has none."""
@@ -736,6 +743,7 @@ class KernelHost:
         return any(each.get("verb") == "back" for each in tuple(self._requested))
 
     def _shut_down(self, lifecycle: Lifecycle, restart: bool) -> None:
+        self._owner.end_announced(lifecycle, restart)
         lifecycle.terminate()
         self._owner.keep_or_discard_image(lifecycle, restart)
 

@@ -190,6 +190,12 @@ def not_attached_notice(found: Orphan, error: HostError) -> str:
     return f"{_FRESH} that one could not be brought back ({error.code}: {error.message}) {left} {error.hint}"
 
 
+def not_saved_notice(error: GpuCkptError) -> str:
+    """Return what the user of a restarted kernel reads if the save point before the restart could not be made."""
+    why = f"{error.code}: {error.message}"
+    return f"{_FRESH} no save point could be made before the restart ({why}) {error.hint}".strip()
+
+
 def without_template_notice(error: GpuCkptError) -> str:
     """Return what the user of a kernel reads that could not be started from its template."""
     return f"This kernel was started without its template ({error.code}: {error.message}) {error.hint}"

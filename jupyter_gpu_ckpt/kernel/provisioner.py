@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.multikernelmanager import MultiKernelManager
@@ -28,12 +29,12 @@ from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from jupyter_core.utils import ensure_async
 from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
-from ..errors import GateError, GpuCkptError, HostError, KernelUnfit, SavePointNotFound, StateError
+from ..errors import GateError, GpuCkptError, HostError, KernelUnfit, PreflightError, SavePointNotFound, StateError
 from ..gate import wire
 from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
 from ..image.quota import Quota
-from ..image.save_point import SavePoint, find
+from ..image.save_point import SavePoint, find, of_image
 from ..image.store import Image, Store
 from ..lifecycle import endings, going_back, host_copies, suspend
 from ..lifecycle.context import FilesChoice
@@ -50,13 +51,18 @@ from .branching import BranchPlan
 from .directories import default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
 from .gpu_sharing import GpuSharing
-from .host import BRANCH_FLAGS, UNFIT, BranchPoint, KernelHost, Launch
-from .orphans import Orphan, find_orphan, newest_images, not_attached_notice
+from .host import BRANCH_FLAGS, UNFIT, BranchPoint, KernelHost, Launch, with_notice
+from .orphans import Orphan, find_orphan, newest_images, not_attached_notice, not_saved_notice
+
+Result = TypeVar("Result")
 
 #: Seconds from a cell's reply to its idle, with which the gate has all that the cell has requested.
 _CELL_ENDS = 1.0
 #: Seconds that a restart waits for the save point before it.
 _RESTART_WAITS = 10.0
+#: States of which there is a save point before a restart, and those on the way to one of them, or into an image.
+_SAVED = frozenset({State.RUNNING, State.SUSPENDED, State.OFF_GPU})
+_SAVED_THEN = frozenset({State.SUSPENDING, State.YIELDING, State.RESUMING, State.SAVING, State.DUMPING})
 
 
 class GpuCkptProvisioner(LocalProvisioner):
@@ -91,10 +97,10 @@ class GpuCkptProvisioner(LocalProvisioner):
     ).tag(config=True)
     keep_image_on_shutdown = Bool(
         False,
-        help="Keep the image when a checkpointed kernel is shut down; else it is deleted. (A restart always deletes "
-        "it. It is always kept when the server stops, when the kernel expires, and when its user has protected it.) A "
-        "kept image can be opened again from the list of sleeping kernels in the browser, or by REST; `jupyter "
-        "gpu-ckpt rm` deletes it.",
+        help="Keep the image when a checkpointed kernel is shut down; else it is deleted. (A restart makes it a save "
+        "point, see `save_before_restarts`. It is always kept when a server with the extension stops, when the "
+        "kernel expires, and when its user has protected it.) A kept image can be opened again from the list of "
+        "sleeping kernels in the browser, or by REST; `jupyter gpu-ckpt rm` deletes it.",
     ).tag(config=True)
 
     accept_changed_files = Bool(
@@ -160,9 +166,10 @@ class GpuCkptProvisioner(LocalProvisioner):
     save_before_restarts = Int(
         1 << 30,
         min=0,
-        help="A restart from the server leaves an automatic save point of an idle kernel with at most so many bytes, "
-        "device memory included: a restart by mistake can be undone. 0: never. By default 1 GiB, which takes about a "
-        "second; larger kernels are often restarted to free memory, and would have the restart wait for the disk.",
+        help="A restart from the server leaves an automatic save point of an idle kernel, awake or asleep, with at "
+        "most so many bytes, device memory included: a restart by mistake can be undone. If none can be made, the next "
+        "cell says why. 0: never. By default 1 GiB, which takes about a second; larger kernels are often restarted "
+        "to free memory, and would have the restart wait for the disk.",
     ).tag(config=True)
     save_after_cells = Bool(
         False,
@@ -273,6 +280,9 @@ class GpuCkptProvisioner(LocalProvisioner):
         #: Returns the notebook's document, on another thread than the event loop's; set by the server extension.
         self.document: Callable[[], bytes | None] = lambda: None
         self._orphan: Orphan | None = None
+        #: Whether there is to be a save point before the restart that is under way, and why there is none.
+        self._saves_restart = False
+        self._not_saved: GpuCkptError | None = None
         #: Only the first launch attaches; a restart starts a fresh kernel.
         self._launched = False
 
@@ -430,18 +440,36 @@ class GpuCkptProvisioner(LocalProvisioner):
     async def save_before_restart(self) -> None:
         """Called from the server before a restart: leave a save point of an idle kernel that is not too large.
 
-        Never raises, and takes a few seconds at most: the user wants another kernel.
+        The image of one that sleeps, or falls asleep now, becomes one (`keep_or_discard_image`).  Never raises, and
+        takes a few seconds at most: the user wants another kernel, whose first cell says why there is none.
         """
-        lifecycle, gate = self.lifecycle, self.gate
+        self._not_saved, lifecycle, gate = None, self.lifecycle, self.gate
         if not self.save_before_restarts or lifecycle is None or gate is None:
             return
+        self._saves_restart = True
+
+        def save() -> None:
+            current = self._checkpointable()
+            if current.state in _SAVED and automatic_saves.size(current) <= self.save_before_restarts:
+                automatic_saves.save(current, automatic_saves.RESTART, self.document())
+
         try:
-            if gate.under_way.cells or lifecycle.state not in (State.RUNNING, State.SUSPENDED):
+            if gate.under_way.cells or lifecycle.state not in _SAVED | _SAVED_THEN:
                 return
-            if await asyncio.to_thread(automatic_saves.size, lifecycle) <= self.save_before_restarts:
-                await asyncio.wait_for(self.save_automatically(automatic_saves.RESTART), _RESTART_WAITS)
+            with contextlib.suppress(GpuCkptError, OSError):  # it is being moved, and has no process any more
+                if await asyncio.to_thread(automatic_saves.size, lifecycle) > self.save_before_restarts:
+                    return
+            await asyncio.wait_for(self._host.worker.verb("save_before_restart", save), _RESTART_WAITS)
+        except TimeoutError:
+            self._not_saved = PreflightError(f"It was not there within {_RESTART_WAITS:.0f} s.")
+        except GpuCkptError as error:
+            self._not_saved = error
         except Exception as error:
-            self.log.info("Kernel %s is restarted without a save point: %s", self.kernel_id, type(error).__name__)
+            self.log.exception("Kernel %s: an unexpected error in a save point", self.kernel_id)
+            self._not_saved = GpuCkptError.from_exception(error)
+        if self._not_saved is not None:
+            message = "Kernel %s is restarted without a save point: %s"
+            self.log.warning(message, self.kernel_id, self._not_saved.code)
 
     async def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
         """Go back to the save point of this name, with the same id and connections; messages wait meanwhile.
@@ -565,6 +593,9 @@ class GpuCkptProvisioner(LocalProvisioner):
         elif self._launched:  # a restarted branch is a fresh kernel
             point = None
         launch = self._launch(cmd, kwargs, point)
+        self._saves_restart = False
+        if (why := self._not_saved) is not None:
+            launch, self._not_saved = with_notice(launch, not_saved_notice(why)), None
         self._unwanted, self._arguments = False, dict(kwargs)
         self._loop = asyncio.get_running_loop()
         self.unfit = UNFIT.get(launch.key) if found is None and point is None else None
@@ -746,16 +777,18 @@ class GpuCkptProvisioner(LocalProvisioner):
         gate = self._host.gate
         if signum == signal.SIGINT:
             self._host.interrupted()
-        if signum == signal.SIGINT and gate is not None and await asyncio.to_thread(gate.interrupt):
+        if signum == signal.SIGINT and gate is not None and await _in_thread(gate.interrupt):
             return None
         if signum == signal.SIGKILL or (signum == signal.SIGTERM and not self._host.reachable):
-            await asyncio.to_thread(self.lifecycle.terminate)
+            await _in_thread(self.lifecycle.terminate)
         elif self._host.reachable and self.lifecycle.capsule is not None:
             self.lifecycle.capsule.signal(signum)
         return None
 
     async def kill(self, restart: bool = False) -> None:
         """Called when the kernel did not end in time, and for ``shutdown_kernel(now=True)``."""
+        if self.lifecycle is not None and not self.lifecycle.kernel.end_requested:
+            self.end_announced(self.lifecycle, restart)  # by now=True, which never says that a restart follows
         await self.send_signal(signal.SIGKILL)
 
     async def terminate(self, restart: bool = False) -> None:
@@ -766,9 +799,10 @@ class GpuCkptProvisioner(LocalProvisioner):
         """Called after the shutdown request was sent; a sleeping kernel cannot act on it, so it is ended here."""
         self._unwanted = True
         if self.lifecycle is not None:
+            self.end_announced(self.lifecycle, restart)
             self.lifecycle.kernel.end_requested = True
             if not self._host.reachable:
-                await asyncio.to_thread(self.lifecycle.terminate)
+                await _in_thread(self.lifecycle.terminate)
 
     async def cleanup(self, restart: bool = False) -> None:
         """Called after the kernel is gone.  A restart drops the image, or the old state would come back."""
@@ -779,31 +813,59 @@ class GpuCkptProvisioner(LocalProvisioner):
                     "Kernel %s died as it had just come back; its image is kept: `jupyter gpu-ckpt rm %s` deletes it"
                 )
                 self.log.warning(message, self.kernel_id, kept.id)
-            await asyncio.to_thread(self.keep_or_discard_image, lifecycle, restart)
+            await _in_thread(self.keep_or_discard_image, lifecycle, restart)
         self.keep_image = False
         if not restart:
             if lifecycle is not None:
-                await asyncio.to_thread(lifecycle.engine.store.forget, lifecycle.home.kernel_id)
-            await asyncio.to_thread(self._host.end)
+                await _in_thread(lifecycle.engine.store.forget, lifecycle.home.kernel_id)
+            await _in_thread(self._host.end)
         await super().cleanup(restart)
+
+    def end_announced(self, lifecycle: Lifecycle, restart: bool) -> None:
+        """Called before the kernel is ended: a verb that ends by that says what is left."""
+        lifecycle.kernel.keeps_at_end = functools.partial(self._keeps, restart)
 
     def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None:
         """Called when the kernel was ended, also by a message while it was away; ``restart``: another follows."""
-        keep = self.keep_image_on_shutdown or self.keep_image or self.agent_requests.protection() is not None
-        if not keep and not restart:
+        if not restart and not self._keeps_images:
             going_back.thin_out(lifecycle.kernel, 0)
         if (image := lifecycle.image) is None:
             return
-        if keep and not restart:
+        if not restart and self._keeps_images:
             endings.keep_image(lifecycle.kernel)
             self.log.info("Kernel %s was shut down; its image is kept as %s", self.kernel_id, image.id)
             return
+        if restart and not image.is_save_point and self._keeps(restart, image):
+            try:
+                automatic_saves.keep_image(lifecycle, automatic_saves.RESTART, self.document())
+                self.log.info("Kernel %s is restarted; its image %s is a save point now", self.kernel_id, image.id)
+                return
+            except GpuCkptError as error:
+                self._not_saved = error
         endings.discard_image(lifecycle.kernel)
         if lifecycle.image is None and lifecycle.kernel.kept_image is None:
             self.log.info("Kernel %s was ended; its image %s is deleted", self.kernel_id, image.id)
         else:
             message = "Kernel %s was ended; its image could not be deleted, `jupyter gpu-ckpt rm %s` does it"
             self.log.warning(message, self.kernel_id, image.id)
+
+    @property
+    def _keeps_images(self) -> bool:
+        """Return whether the image stays if the kernel is shut down."""
+        return self.keep_image_on_shutdown or self.keep_image or self.agent_requests.protection() is not None
+
+    def _keeps(self, restart: bool, image: Image) -> bool:
+        """Return whether the image of a kernel that is ended stays.
+
+        Save points do, but automatic ones of a shutdown.  Of a branch that has not run yet, the image is the state that
+        it began from.
+        """
+        if (point := of_image(image)) is not None:
+            return restart or self._keeps_images or not point.automatic
+        if not restart:
+            return self._keeps_images
+        is_own = self._saves_restart and not image.manifest.branched_from
+        return is_own and image.manifest.bytes <= self.save_before_restarts
 
     async def detach(self) -> None:
         """Called when the server stops: checkpoint the kernel, for the next server to attach.
@@ -817,7 +879,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             await self.checkpoint()
         except GpuCkptError as error:
             self.log.warning("Kernel %s is left running: %s", self.kernel_id, error.code)
-        await asyncio.to_thread(self._host.detach)
+        await _in_thread(self._host.detach)
 
     async def detach_now(self) -> None:
         """Called when the server stops and `detach` took too long: leave the kernel as it is, without an owner.
@@ -825,7 +887,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         A drain, a dump or a restore under way is cancelled.  Any other step is waited for, also by the end of this
         process; the next owner repairs what is left half done.
         """
-        await asyncio.to_thread(self._host.detach)
+        await _in_thread(self._host.detach)
 
     async def get_provisioner_info(self) -> dict[str, Any]:
         """Called by the kernel manager, which stores the information for a later server."""
@@ -833,6 +895,18 @@ class GpuCkptProvisioner(LocalProvisioner):
         image, directory = self.lifecycle and self.lifecycle.image, self._host.directory
         ours = {"state": self.state.value, "image": image.id if image else None}
         return {**info, **ours, "runtime_dir": str(directory) if directory else None}
+
+
+async def _in_thread(call: Callable[..., Result], *arguments: Any) -> Result:
+    """Return the result of ``call``, on a thread; at the end of the interpreter, which starts none, on this one.
+
+    Clients without a server (``jupyter run``) end their kernels then (`atexit`).
+    """
+    try:
+        future = asyncio.get_running_loop().run_in_executor(None, call, *arguments)
+    except RuntimeError:
+        return call(*arguments)
+    return await future
 
 
 def drop_failed_starts(kernels: MultiKernelManager) -> None:

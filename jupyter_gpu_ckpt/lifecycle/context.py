@@ -296,6 +296,8 @@ class KernelState:
     died: bool = False
     #: Whether its owner has sent it the request to end, which it follows by itself.
     end_requested: bool = False
+    #: Whether its owner keeps this image of it when it is ended.
+    keeps_at_end: Callable[[Image], bool] = lambda _: True
     saved: Saved = field(default_factory=Saved)
     #: Device files that forked children have of processes with CUDA state, by host pid; known from the last suspend.
     inherited: dict[int, list[str]] = field(default_factory=dict)

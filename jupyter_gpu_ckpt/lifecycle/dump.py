@@ -563,7 +563,9 @@ def _save_point(attempt: Attempt) -> dict[str, Any] | None:
     if attempt.save_point is None:
         return None
     summary = attempt.kernel.saved.report.get("summary")
-    known = {name: summary[name] for name in ("cell", "variables", "left_out") if name in summary} if summary else {}
+    if not summary:  # nobody knows the variables: without an agent, or if it failed
+        return {**attempt.save_point.as_dict(), "left_out": 1}
+    known = {name: summary[name] for name in ("cell", "variables", "left_out") if name in summary}
     return {**attempt.save_point.as_dict(), **known}
 
 

@@ -6,6 +6,7 @@ import copy
 
 from .. import errors
 from ..errors import GpuCkptError, ImageNotFound, KernelLost
+from ..image.image import Image
 from .context import ENDED, REQUESTED, KernelState, Reason
 from .plans import State, Step
 
@@ -33,13 +34,22 @@ def may_succeed_again(kernel: KernelState, failed_at: Step | None, failure: Exce
 
 def what_is_left(kernel: KernelState) -> str:
     """Return what is left of a kernel, for `GpuCkptError.left`."""
-    image = kernel.image or kernel.kept_image
+    image = _kept(kernel)
     kept = f"the image is kept as {image.id}" if image else ""
+    if kernel.image is not None and not image:
+        return "the kernel is gone, and its image is deleted"
     where = "in host memory" if kernel.spill_directory is None else "on the disk"
     suspended = f"the kernel is suspended, its device memory is kept {where}"
     texts = {State.RUNNING: "the kernel runs on", State.SUSPENDED: suspended, State.CHECKPOINTED: kept}
     texts[State.OFF_GPU] = f"the kernel runs on, its device memory is kept {where}"
     return texts.get(kernel.machine.state, "; ".join(filter(None, ["the kernel is gone", kept])))
+
+
+def _kept(kernel: KernelState) -> Image | None:
+    """Return the image that a failure leaves: of a kernel that its owner ends, what the owner keeps."""
+    if kernel.is_being_ended and kernel.image is not None and not kernel.keeps_at_end(kernel.image):
+        return kernel.kept_image
+    return kernel.image or kernel.kept_image
 
 
 def final_error(kernel: KernelState, error: Exception) -> GpuCkptError:
@@ -54,9 +64,9 @@ def final_error(kernel: KernelState, error: Exception) -> GpuCkptError:
         status = kernel.exit_status
         error = KernelLost(f"The kernel's process ended (status {status}).", status=status, **cause)
     error.left = what_is_left(kernel)
-    if image := kernel.image or kernel.kept_image:
+    if image := _kept(kernel):
         error.details = {"image": image.id, **error.details}
-    if isinstance(error, KernelLost) and (kernel.image or kernel.kept_image):
+    if isinstance(error, KernelLost) and image:
         error.hint = f"{error.hint} The image is an earlier state of it (`jupyter gpu-ckpt list`)."
     if isinstance(error, ImageNotFound):
         error.left = "nothing: the image was removed while the kernel was away"

@@ -217,6 +217,9 @@ class GpuCkptApp(ExtensionApp):
             await self.idle.stop()
             await self._idle_saves.stop()
             await self.cold.stop()
+            manager = self.serverapp.kernel_manager
+            if isinstance(manager, CheckpointKernelManagerMixin):
+                await manager.settle()  # a kernel that is being restarted is kept as others are
             await self.persistence.stop()
             await self._publisher.stop()
             await self.jobs.stop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Awaitable, Callable
+from http.client import responses
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -95,10 +96,18 @@ class Handler(ExtensionHandlerMixin, APIHandler):
         self.reply(job.as_dict())
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Called for all other errors.  RFC 9110: a 405 names the methods that are allowed."""
+        """Called for all other errors, also of jupyter_server.  RFC 9110: a 405 names the methods that are allowed."""
         if status_code == 405:
             self.set_header("Allow", ", ".join(sorted(METHODS & vars(type(self)).keys())).upper())
-        super().write_error(status_code, **kwargs)
+        foreign = kwargs.get("exc_info", (None, None))[1]
+        if isinstance(foreign, web.HTTPError):
+            message = foreign.log_message or foreign.reason or responses.get(status_code, "Unknown HTTP error")
+            error: GpuCkptError = BadRequest(message) if status_code < 500 else GpuCkptError(message, hint="")
+        else:
+            error = GpuCkptError("Unhandled error")
+        self.log.warning("wrote error: %r", error.message)
+        self.set_header("Content-Type", "application/json")
+        self.reply({"message": error.message, "error": error.as_dict()})
 
     def body(self, allowed: set[str]) -> dict[str, Any]:
         """Return the request's JSON object, empty if there is none.  Raises `BadRequest`."""

@@ -11,6 +11,7 @@ A site with a kernel manager of its own puts the mixin before it::
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 import weakref
@@ -18,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from jupyter_core.utils import ensure_async
 from jupyter_server._tz import utcnow
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
 from tornado.ioloop import PeriodicCallback
@@ -41,6 +43,30 @@ else:
 _culling: ContextVar[str | None] = ContextVar("_culling", default=None)
 
 
+class _OneLine(logging.Filter):
+    """Log an error of this package once, and in one line: jupyter_client logs it wherever it passes, with a traceback.
+
+    Its code alone, as its text may name private files; the caller gets all of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logged: weakref.ref[BaseException] | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, GpuCkptError) or error.code == GpuCkptError.code:
+            return True  # one that nobody has foreseen needs its traceback
+        is_new = self._logged is None or self._logged() is not error
+        self._logged = weakref.ref(error)
+        record.msg, record.args = "A kernel could not be started, restarted or shut down: %s", (error.code,)
+        record.exc_info = record.exc_text = None
+        return is_new
+
+
+_ONE_LINE = _OneLine()
+
+
 class CheckpointKernelManagerMixin(_Base):
     """Adapts jupyter_server's rules about idle kernels to kernels that can sleep."""
 
@@ -53,6 +79,7 @@ class CheckpointKernelManagerMixin(_Base):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        getattr(self.log, "logger", self.log).addFilter(_ONE_LINE)  # of its kernels, too, and once for all managers
         #: Called with the id and the provisioner of each kernel that runs (again).
         self.on_kernel: Callable[[str, GpuCkptProvisioner], object] = lambda *_: None
         self.readiness = Readiness()
@@ -83,16 +110,28 @@ class CheckpointKernelManagerMixin(_Base):
             drop_failed_starts(self)
             raise
 
-    async def shutdown_all(self, now: bool = False) -> None:  # type: ignore[override]
-        """Called from a stopping server.
+    async def settle(self) -> None:
+        """Wait for the end of restarts and shutdowns under way.  Called from a stopping server."""
+        for lock in tuple(self._locks.values()):
+            async with lock:
+                pass
 
-        jupyter_server raises for a kernel that is being started, and the server would run on: wait for its start,
-        which has a deadline.
+    async def shutdown_all(self, now: bool = False) -> None:  # type: ignore[override]
+        """Called from a stopping server, which would run on after any error: there is none.
+
+        jupyter_client raises for a kernel that is being started or restarted: wait for that, which has a deadline.
         """
         if starting := [task for kernel_id, task in self._pending_kernels.items() if kernel_id not in self]:
             await asyncio.wait(starting)
         drop_failed_starts(self)
-        await super().shutdown_all(now=now)
+        await self.settle()
+        try:
+            await super().shutdown_all(now=now)
+        except Exception as error:
+            self.log.error("Kernels could not be shut down (%s); they are ended.", type(error).__name__)
+            self.log.debug("The error was:", exc_info=error)
+            left = [ensure_async(kernel.shutdown_kernel(now=True)) for kernel in tuple(self._kernels.values())]
+            await asyncio.gather(*left, return_exceptions=True)
 
     # -- how many kernels there are
 

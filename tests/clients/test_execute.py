@@ -1,4 +1,4 @@
-"""``jupyter execute`` and ``jupyter nbconvert --execute`` run notebooks on kernels that sleep between two cells.
+"""``jupyter execute``, ``jupyter run`` and ``jupyter nbconvert --execute`` run cells on kernels that sleep in between.
 
 Neither passes its configuration to provisioners: the variable in the environment names ours, or the kernelspec does.
 """
@@ -38,3 +38,20 @@ def test_a_notebook_that_a_command_runs_sleeps_and_wakes(tmp_path: Path, runtime
     assert last.outputs[0].data["text/plain"] == "42"
     assert (tmp_path / "images").is_dir(), "it has slept"
     assert list((tmp_path / "images").glob("*/manifest.json")) == [], "and has continued from its image"
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_a_script_that_a_command_runs_ends_without_an_error(
+    tmp_path: Path, runtime_base: Path, source: str, asleep: bool
+):
+    """The command ends its kernel as the interpreter ends, when no thread can be started any more."""
+    script = "print(41 + 1)\n" + "%gpu_checkpoint\n" * asleep
+    (tmp_path / "script.py").write_text(script)
+    env = environment(tmp_path) | {"JUPYTER_PATH": str(write_kernelspecs(tmp_path, runtime_base))}
+    argv = [sys.executable, "-m", "jupyter", "run", f"--kernel={OURS}"]
+    argv += [str(tmp_path / "script.py")] if source == "file" else []
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, input=script)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert done.stdout.startswith("42\n")
+    assert list((tmp_path / "images").glob("*/manifest.json")) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import signal
@@ -328,6 +329,43 @@ async def test_a_shutdown_at_any_step_of_a_restore(subject, step, edge):
     assert subject.kernel.lifecycle.capsule is None
     subject.kernel.lifecycle.engine.store.check(image)
     assert subject.kernel.lifecycle.image == image, "what becomes of it is its owner's to say"
+
+
+@pytest.mark.parametrize(
+    ("end", "now"),
+    [
+        *itertools.product(["shut down", "shut down, kept"], [False, True]),
+        ("restarted", False),
+        ("restarted, too large", False),
+    ],
+)
+async def test_the_kernel_is_ended_while_it_returns(subject, end, now):
+    """The error says whether the image is there: its owner decides that when the verb has ended."""
+    subject.provisioner.keep_image_on_shutdown = end.endswith("kept")
+    subject.provisioner.save_before_restarts = 1 if end.endswith("large") else 1 << 30
+    image, lifecycle, manager = await subject.provisioner.checkpoint(), subject.kernel.lifecycle, subject.kernel.manager
+    loop, ended = asyncio.get_running_loop(), []
+    await subject.provisioner.save_before_restart()  # as the server does
+
+    def stop(event) -> None:
+        if (event.kind, event.step) == ("completed", "criu_restore"):
+            call = manager.restart_kernel if end.startswith("restarted") else manager.shutdown_kernel
+            ended.append(asyncio.run_coroutine_threadsafe(call(now=now), loop))
+            assert lifecycle.kernel.cancellation.wait(60, Reason.END)
+
+    subject.provisioner.faults.append(stop)
+    error = await subject.fails(subject.provisioner.restore, "KERNEL_LOST")
+    subject.provisioner.faults.remove(stop)
+    await asyncio.wait_for(asyncio.wrap_future(ended[0]), 60)
+    kept = [each.id for each in lifecycle.engine.store.images()]
+    assert kept == [image.id] * (end in ("restarted", "shut down, kept"))
+    if kept:
+        assert error.left == f"the image is kept as {image.id}"
+        assert error.details["image"] == image.id
+        assert "The image is an earlier state of it" in error.hint
+    else:
+        assert error.left == "the kernel is gone, and its image is deleted"
+        assert "image" not in {*error.details, *error.hint.split()}
 
 
 @pytest.mark.parametrize("outlive", [False, True])

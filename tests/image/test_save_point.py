@@ -11,13 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from images import FACTS, publish
 
-from jupyter_gpu_ckpt.errors import BadRequest, SavePointExists, SavePointNotFound
+from jupyter_gpu_ckpt.errors import (
+    BadRequest,
+    ImageArchived,
+    ImageForged,
+    ImageStale,
+    SavePointExists,
+    SavePointNotFound,
+)
 from jupyter_gpu_ckpt.files import clone
-from jupyter_gpu_ckpt.image import kept_files, save_point
+from jupyter_gpu_ckpt.image import kept_files, layout, save_point
 from jupyter_gpu_ckpt.image.quota import used
 from jupyter_gpu_ckpt.image.retention import Limits, choose
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.image.store import Image
+from jupyter_gpu_ckpt.kernel import automatic_saves
 from jupyter_gpu_ckpt.kernel.orphans import newest_images, only_copy
 from jupyter_gpu_ckpt.node.facts import file_facts
 
@@ -65,6 +73,34 @@ def test_no_server_attaches_the_kernel_of_a_save_point_unless_it_sleeps_in_it(st
     store.supersede(FACTS.kernel_id)
     assert image.retired
     assert store.images() == [image]
+
+
+def test_an_image_that_a_kernel_slept_in_becomes_a_save_point(store):
+    image = publish(store, generation=1)
+    image.retire()
+    manifest, seal = ((image.path / name).read_bytes() for name in (layout.MANIFEST, layout.SEAL))
+    made = save_point.of_sleep(store, image, POINT, b"{}", 0)
+    assert store.images() == [made]
+    assert (made.id, save_point.of_image(made), made.retired) == (image.id, POINT, True)
+    assert save_point.notebook(store, made) == b"{}"
+    store.check(made)
+    assert {path.name for path in store.root.iterdir()} == {image.id, f".{image.id}{layout.LOCK}"}
+    (image.path / layout.MANIFEST).write_bytes(manifest)  # somebody puts back what it was
+    (image.path / layout.SEAL).write_bytes(seal)
+    with pytest.raises(ImageStale):
+        store.generations.require_current(store.get(image.id).manifest)
+
+
+def test_an_image_that_another_wrote_or_that_lies_elsewhere_becomes_none(store):
+    image = publish(store)
+    image.mark_archived(True)
+    with pytest.raises(ImageArchived):
+        save_point.of_sleep(store, image, POINT, None, 0)
+    image.mark_archived(False)
+    (image.path / layout.SEAL).write_text("{}")
+    with pytest.raises(ImageForged):
+        save_point.of_sleep(store, image, POINT, None, 0)
+    assert not store.get(image.id).is_save_point
 
 
 def test_the_links_of_a_save_point_leave_their_names_to_the_next_dump_and_go_with_it(store, tmp_path):
@@ -217,3 +253,14 @@ def test_files_that_would_have_to_be_copied_are_not_tried_one_by_one(tmp_path, m
     assert tried == ["log"], "what the kernel writes to comes first; where that is no reflink, program code is none"
     assert [(Path(path).name, file.kept) for path, file in found.items()] == [("log", False)]
     assert not (tmp_path / "kept").exists(), "an image has no empty directories"
+
+
+def test_a_kernel_without_an_agent_has_no_magic_to_go_back_by(store):
+    image = kept(store)
+    with_agent = automatic_saves.offer(store, FACTS.kernel_id, -9, has_magic=True)
+    assert with_agent.endswith("to go back to it: %gpu_checkpoint --back 'before'")
+    without = automatic_saves.offer(store, FACTS.kernel_id, -9, has_magic=False)
+    assert without.endswith(f'POST gpu-ckpt/kernels/{FACTS.kernel_id}/back with {{"name": "before"}}')
+    assert "%" not in without
+    store.remove(image)
+    assert automatic_saves.offer(store, FACTS.kernel_id, -9, has_magic=False) == ""

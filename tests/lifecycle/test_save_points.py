@@ -17,6 +17,7 @@ import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock, Timeout
@@ -38,8 +39,9 @@ from jupyter_gpu_ckpt.image import kept_files, layout, save_point, shared_chunks
 from jupyter_gpu_ckpt.image.draft import Draft
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.kernel import agent_requests
-from jupyter_gpu_ckpt.lifecycle import going_back
+from jupyter_gpu_ckpt.lifecycle import dump, going_back
 from jupyter_gpu_ckpt.lifecycle.capsule_ahead import CapsuleAhead
+from jupyter_gpu_ckpt.lifecycle.context import Saved
 
 #: A file that is open under a name that was deleted, while it has another: CRIU makes a link of it.
 LINKED = """
@@ -183,6 +185,15 @@ async def test_a_save_leaves_the_kernel_running_and_a_save_point_with_a_summary(
     lifecycle.checkpoint()
     lifecycle.kernel.image = point
     assert await kernel.run("linked.seek(0); print(x, 'was' in dir(), linked.read())") == "1 False content"
+
+
+def test_of_a_kernel_without_an_agent_no_variable_is_called_new():
+    kernel = SimpleNamespace(saved=Saved())
+    before = save_point.from_summary(dump._save_point(SimpleNamespace(kernel=kernel, save_point=SavePoint("one"))))
+    after = SavePoint("two", variables=[{"name": "x", "type": "int", "bytes": 28}])
+    compared = save_point.compare(before, after)
+    assert (compared["added"], compared["complete"]) == ([], False)
+    assert [each["name"] for each in compared["unknown"]] == ["x"]
 
 
 async def test_the_next_cells_find_a_save_point_that_is_not_published_yet(kernel, monkeypatch):
@@ -474,6 +485,17 @@ async def test_nobody_is_asked_about_the_counters_of_a_java_virtual_machine(kern
         await kernel.run("mapped[:5] = b'other'")
         await kernel.provisioner.back("one")
         assert await kernel.run("print(mapped[:5])") == "b'first'"
+
+
+async def test_the_history_of_ipython_stays_as_it_is_also_of_a_kernel_without_an_agent(kernel, tmp_path):
+    """xeus-python has it open all the time, as this kernel has another profile's."""
+    (tmp_path / "profile_default").mkdir()
+    code = "import sqlite3; history = sqlite3.connect('profile_default/history.sqlite', isolation_level=None)\n"
+    await kernel.run(code + "_ = history.execute('create table lines (line)'); x = 1")
+    await kernel.provisioner.save("one")
+    await kernel.run("_ = history.execute('insert into lines values (1)'); x = 2")
+    await kernel.provisioner.back("one")
+    assert await kernel.run("print(x, history.execute('select * from lines').fetchall())") == "1 [(1,)]"
 
 
 STORES = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,72 @@ def test_a_restart_can_be_undone(living):
     assert living.do(kernel_id, "back", {"name": newest(living, kernel_id)})["error"] is None
     assert living.run(kernel_id, "print(x + 1)") == "42"
     assert saves(living, kernel_id) == ["before a restart", "before going back"]
+
+
+@pytest.mark.parametrize("moment", ["asleep", "falling asleep", "waking"])
+def test_a_restart_of_a_sleeping_kernel_can_be_undone(living, moment):
+    """Its image is there already: it becomes the save point, also while it is being written or restored."""
+    kernel_id = living.start_kernel()
+    living.run(
+        kernel_id, "import multiprocessing, os; x, lock, big = 41, multiprocessing.Lock(), os.urandom(100 << 20)"
+    )
+    if moment != "falling asleep":
+        assert living.do(kernel_id, "checkpoint")["error"] is None
+    asleep = [each["id"] for each in living.get("gpu-ckpt/images") if each["kernel_id"] == kernel_id]
+    if moment != "asleep":
+        verb = "checkpoint" if moment == "falling asleep" else "restore"
+        assert living.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/{verb}").ok
+    assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
+    assert living.run(kernel_id, "print('x' in dir())") == "False"
+    assert saves(living, kernel_id) == ["before a restart"]
+    point = living.get(f"gpu-ckpt/kernels/{kernel_id}/saves")[0]
+    assert not point["asleep"]
+    assert [point["image"]] == asleep or not asleep  # not a copy
+    compared = living.get(f"gpu-ckpt/kernels/{kernel_id}/saves/{point['name']}/compare")
+    assert not compared["complete"]  # nobody has listed the variables of an image
+    assert compared["gone"] == compared["added"] == []
+    for _ in range(2):
+        assert living.do(kernel_id, "back", {"name": point["name"]})["error"] is None
+        assert living.run(kernel_id, "with lock: print(x + 1)") == "42"
+    living.ask("DELETE", f"api/kernels/{kernel_id}")
+    assert kernel_id not in [image["kernel_id"] for image in living.get("gpu-ckpt/images")]
+
+
+def test_files_and_shared_memory_go_back_to_before_the_restart_of_a_sleeping_kernel(living):
+    kernel_id = living.start_kernel()
+    code = "from multiprocessing.shared_memory import SharedMemory; log = open('log', 'w+'); _ = log.write('then')\n"
+    code += "log.flush(); block = SharedMemory(create=True, size=5); block.buf[:] = b'hello'; print(block.name)"
+    memory = Path("/dev/shm", living.run(kernel_id, code))
+    assert living.do(kernel_id, "checkpoint")["error"] is None
+    assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
+    assert not memory.exists()
+    living.run(kernel_id, "_ = open('log', 'a').write(' and now')")
+    back = {"name": newest(living, kernel_id), "files": "then"}
+    assert living.do(kernel_id, "back", back)["error"] is None
+    assert living.run(kernel_id, "_ = log.seek(0); print(log.read(), bytes(block.buf))") == "then b'hello'"
+    living.ask("DELETE", f"api/kernels/{kernel_id}")
+    assert list(memory.parent.glob(f"{memory.name}*")) == []
+
+
+def test_a_sleeping_kernel_that_is_too_large_leaves_nothing_at_its_restart(tmp_path, runtime_base, criu_binary):
+    with server(tmp_path, runtime_base, config="c.GpuCkptProvisioner.save_before_restarts = 1000") as living:
+        kernel_id = living.start_kernel()
+        assert living.do(kernel_id, "checkpoint")["error"] is None
+        assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
+        assert living.run(kernel_id, "print(1)") == "1"
+        assert living.get("gpu-ckpt/images") == []
+
+
+def test_a_restart_that_leaves_no_save_point_says_why(tmp_path, runtime_base, criu_binary):
+    """REST has nobody to ask; in a browser the restart was confirmed before."""
+    with server(tmp_path, runtime_base, config="c.GpuCkptProvisioner.image_quota = 1") as living:
+        kernel_id = living.start_kernel()
+        living.run(kernel_id, "x = 41")
+        assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
+        notice = living.run(kernel_id, "print('x' in dir())")
+        assert "no save point could be made before the restart (QUOTA_EXCEEDED: " in notice
+        assert notice.endswith("False")
+        assert living.run(kernel_id, "import os; print('JUPYTER_GPU_CKPT_NOTICE' in os.environ)") == "False"
 
 
 def test_a_busy_kernel_is_restarted_at_once(living):

@@ -35,7 +35,9 @@ FORCES = ["1", "TRUE", "yes", "%00", "%FF", "%ED%A0%80", "%25s"]
 def refused(reply, *statuses: int) -> None:
     assert reply.status_code in statuses, (reply.status_code, reply.text[:300])
     said = reply.json()
-    if reply.status_code == 400 and "error" in said:
+    assert said["message"] == said["error"]["message"]
+    assert said["error"].keys() == {"code", "message", "hint", "left", "details"}
+    if reply.status_code == 400:
         assert said["error"]["code"] == "BAD_REQUEST"
         assert said["error"]["message"].isprintable()
     assert "Traceback" not in reply.text
@@ -46,6 +48,14 @@ def test_what_is_no_id(live, method, path):
     for id in IDS:
         url = "gpu-ckpt" + re.sub(r"\{\w+\}", lambda _, id=id: id, path)
         refused(live.ask(method.upper(), url), 400, 404)
+
+
+def test_what_is_not_there_and_what_is_not_allowed(live, untouched_kernel):
+    gone = "00000000-0000-0000-0000-000000000000"
+    for path in (f"kernels/{gone}", f"kernels/{gone}/saves", f"jobs/{gone}", f"images/{gone}"):
+        refused(live.ask("GET", f"gpu-ckpt/{path}"), 404)
+    refused(live.ask("PUT", f"gpu-ckpt/kernels/{untouched_kernel}"), 405)
+    refused(live.ask("GET", "gpu-ckpt/kernels", headers={"Authorization": "token another"}), 403)
 
 
 @pytest.mark.parametrize("path", WITH_BODY)

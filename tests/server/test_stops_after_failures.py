@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
+import threading
 
 import pytest
 from live import Server, server, until
@@ -23,6 +25,8 @@ def test_a_server_stops_after_a_refused_branch(tmp_path, runtime_base, criu_bina
         files = sorted((live.home / "runtime").iterdir())
         assert live.do(source, "branch")["error"]["code"] == "BRANCH_DIFFERS"
         assert sorted((live.home / "runtime").iterdir()) == files
+        assert live.log.count("BRANCH_DIFFERS") == 1
+        assert "Traceback" not in live.log
         live.process.send_signal(signal.SIGTERM)
         ends_without_error(live)
 
@@ -42,6 +46,32 @@ def test_a_server_stops_by_two_signals(tmp_path, runtime_base, criu_binary):
                 until(lambda count=count: live.log.count("received signal") == count)
             go.touch()
             ends_without_error(live)
+
+
+@pytest.mark.parametrize("verb", ["restart", "delete"])
+def test_a_server_stops_while_a_kernel_is_restarted_or_shut_down(tmp_path, runtime_base, criu_binary, verb):
+    """jupyter_client cannot shut down a kernel that it is restarting.  The fresh one is kept as others are."""
+    (tmp_path / "work").mkdir()
+    with server(tmp_path, runtime_base) as live:
+        kernel_id = live.start_kernel()
+        live.run(kernel_id, "x = 41")
+        path = f"api/kernels/{kernel_id}" + ("/restart" if verb == "restart" else "")
+
+        def ask() -> None:
+            with contextlib.suppress(OSError):  # the server may end before it answers
+                live.ask("POST" if verb == "restart" else "DELETE", path)
+
+        request = threading.Thread(target=ask)
+        request.start()
+        until(lambda: ("to=saving" if verb == "restart" else "Kernel shutdown: ") in live.log)
+        live.process.send_signal(signal.SIGTERM)
+        ends_without_error(live)
+        request.join()
+    with server(tmp_path, runtime_base) as live:
+        assert [each["id"] for each in live.get("api/kernels")] == [kernel_id] * (verb == "restart")
+        if verb == "restart":
+            assert live.run(kernel_id, "print('x' in dir())") == "False"
+            assert len(live.get(f"gpu-ckpt/kernels/{kernel_id}/saves")) == 1
 
 
 def ends_without_error(live: Server) -> None:
@@ -69,6 +99,26 @@ class FailingStart(CheckpointKernelManager):
 
         manager.start_kernel = fail
         return manager, name, kernel_id
+
+
+class FailingShutdown(CheckpointKernelManager):
+    """jupyter_client's shutdown of all kernels fails, as for one that ends meanwhile."""
+
+    async def _async_shutdown_kernel(self, kernel_id, now=False, restart=False):
+        raise asyncio.InvalidStateError
+
+
+async def test_a_stop_ends_kernels_that_cannot_be_shut_down():
+    ended = []
+
+    class Kernel:
+        async def shutdown_kernel(self, now):
+            ended.append(now)
+
+    kernels = FailingShutdown()
+    kernels._kernels["k"] = Kernel()
+    await kernels.shutdown_all()
+    assert ended == [True]
 
 
 async def test_nothing_is_left_of_a_kernel_that_could_not_be_started():

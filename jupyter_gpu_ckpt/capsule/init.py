@@ -112,7 +112,6 @@ class Init:
         private: PrivateDirectories | None = None,
     ) -> None:
         self.listener = listener
-        self.private = private
         #: A descriptor of the host's mount table: a file shows that of the namespace it was opened in.
         self.host_mounts = host_mounts
         self.mounted = procfs.mounts()
@@ -431,7 +430,7 @@ class Init:
     def mount_private(self, watch: select.epoll, private: PrivateDirectories) -> None:
         """Mount private directories again whose paths others have removed."""
         watch.poll(0)
-        with self.mounting(), contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self.mounting():
             private.mount()
 
     @contextlib.contextmanager

@@ -45,13 +45,14 @@ def main(argument: str) -> int:
         directory = os.open(options["directory"], os.O_DIRECTORY | os.O_CLOEXEC)
         host_mounts = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
         namespaces.enter_namespaces(rootless, options["monotonic_ns"], options["boottime_ns"])
+        private = PrivateDirectories(options["directory"], options["private"])
         pid = os.fork()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         if pid:
             for fd in (directory, host_mounts, report):
                 os.close(fd)
-            return wait_for_init(pid)
+            return wait_for_init(pid, private)
         at = "init"
         os.setsid()
         syscalls.set_name("gpu-ckpt-init")
@@ -65,8 +66,7 @@ def main(argument: str) -> int:
             for path in paths:
                 namespaces.mount_under_old_path(reopened, path)
             os.close(reopened)
-        private = PrivateDirectories(options["directory"], options["private"])
-        private.clear()
+        at = "sockets' directory"
         private.mount()
         # Through the directory's descriptor: the path of a unix socket may have 107 bytes, ours may be longer.
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -96,11 +96,12 @@ def _report(report: int, outcome: dict[str, object]) -> bool:
     return True
 
 
-def wait_for_init(pid: int) -> int:
+def wait_for_init(pid: int, private: PrivateDirectories) -> int:
     """Wait for PID 1, in the outer process, which the owner waits for in turn.  Return its exit status."""
     null = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)
     syscalls.set_name("gpu-ckpt-outer")
     _, status = os.waitpid(pid, 0)
+    private.remove_made()
     return os.waitstatus_to_exitcode(status) & 0xFF

@@ -39,6 +39,9 @@ from . import completing, cuda_processes, host_memory, preflight, restore
 from .context import Attempt, KernelState, PartlyDone, Reason
 from .suspend import driver_checkpoint, suspend_late, why_not, without_sockets
 
+#: How names of directories begin in which `multiprocessing` has its listeners (util.py, get_temp_dir).
+_MULTIPROCESSING = "pymp-"
+
 _log = logging.getLogger(__name__)
 
 #: Dumps of this process at once.  Each takes some MiB of pipes, and Linux gives an ordinary user 64 MiB of them for all
@@ -592,7 +595,8 @@ def _fingerprint(attempt: Attempt, directory: Path, regular_files: Iterable[imag
 def _sockets(attempt: Attempt) -> list[dict[str, Any]]:
     """Return the unix sockets with a file where others may have one, too: a restore creates them again.
 
-    ``directory``: mode, owner and group of the directory that each is in; ``alone``: nobody else has anything in it.
+    ``directory``: mode, owner and group of the directory that each is in; ``alone``: it is one of `multiprocessing`'s,
+    in which nobody else has anything.  Of another directory nobody knows what the program will put there.
     """
     own = attempt.kernel.home.unshared_sockets
     found = (socket for process in attempt.notes.values() for socket in process.get("sockets", {}).values())
@@ -606,7 +610,8 @@ def _sockets(attempt: Attempt) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError):
             facts = path.stat()
             mode = stat.S_IMODE(facts.st_mode)
-            alone = mode == 0o700 and facts.st_uid == os.geteuid() and not _others(path, names)
+            private = path.name.startswith(_MULTIPROCESSING) and mode == 0o700 and facts.st_uid == os.geteuid()
+            alone = private and not _others(path, names)
             directories[path] = {"directory": [mode, facts.st_uid, facts.st_gid], "alone": alone}
     return [{**each, **directories[Path(each["path"]).parent]} for each in paths]
 

@@ -47,6 +47,13 @@ def test_it_is_empty_in_the_capsule_and_stays_when_others_remove_and_make_theirs
         until(lambda: place.exists() and inside(capsule, place), "it is mounted again")
         assert inside(capsule, place) == ["mine"]
         assert os.listdir(place) == []
+    capsule.close()
+    until(lambda: not place.exists() and not (tmp_path / "gone").exists(), "what the capsule has made is removed")
+
+
+def test_a_path_that_others_have_stays(capsule, place):
+    capsule.close()
+    assert os.listdir(place) == ["theirs"]
 
 
 def test_a_symbolic_link_is_not_followed(tmp_path, place):

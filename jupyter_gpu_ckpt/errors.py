@@ -17,6 +17,9 @@ from typing import Any, ClassVar
 
 from .terminal_text import printable
 
+#: Numbers of errors for lack of space on a disk: of the disk's, or of the user's quota.
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 class GpuCkptError(Exception):
     """An error without a code of its own.
@@ -74,12 +77,16 @@ class GpuCkptError(Exception):
     def from_exception(cls, error: BaseException) -> GpuCkptError:
         """Return ``error`` itself where it is one of these, else an error that names it.
 
-        That is a `LimitReached` if this process has got no memory, descriptor or thread, else one of the base class.
+        That is a `NoSpace` if a disk is full, a `LimitReached` if this process has got no memory, descriptor or thread,
+        else one of the base class.
         """
         if isinstance(error, GpuCkptError):
             return error
         if isinstance(error, RuntimeError) and "start new thread" in str(error):
             return LimitReached(_NO_MORE.format("threads"))
+        if isinstance(error, OSError) and error.errno in FULL:
+            where = f" of {error.filename}" if error.filename else ""
+            return NoSpace(f"The disk{where} is full.")
         number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno if isinstance(error, OSError) else None
         return LimitReached.from_errno(number) or GpuCkptError(f"{type(error).__name__}: {error}")
 
@@ -90,6 +97,21 @@ class GpuCkptError(Exception):
         if self.hint:
             parts.append(f"Hint: {self.hint}")
         return " ".join(parts)
+
+    def substitute(self, old: str, new: str) -> None:
+        """Replace ``old`` in all texts of the error, those of its details among them."""
+
+        def substituted(value: Any) -> Any:
+            if isinstance(value, str):
+                return value.replace(old, new)
+            if isinstance(value, list):
+                return [substituted(each) for each in value]
+            if isinstance(value, dict):
+                return {name: substituted(each) for name, each in value.items()}
+            return value
+
+        self.message, self._hint = substituted(self.message), substituted(self.hint)
+        self.left, self.details = substituted(self.left), substituted(self.details)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the error as JSON-serialisable data, the same in REST, events and ``--json``."""
@@ -617,7 +639,7 @@ class RemoteFailed(ImageError, code="REMOTE_FAILED", exit_status=74):
 
 
 class StoreUnwritable(ImageError, code="STORE_UNWRITABLE", exit_status=73):
-    """The image directory cannot be written."""
+    """The image directory cannot be read or written."""
 
     default_hint = "Check the directory's owner, mode and mount, or set another image directory."
 

@@ -91,6 +91,9 @@ def _checkpoint_parser() -> Parser:
         help="start another kernel from save point NAME, or from this cell",
     )
     parser.add_argument("--accept-differences", action="store_true", help="a branch may lack what cannot exist twice")
+    parser.add_argument(
+        "--accept-changed-files", action="store_true", help="a branch gets files that have changed as they are now"
+    )
     parser.add_argument("--reseed", action="store_true", help="a branch gets new seeds for random numbers")
     parser.add_argument("--protect", metavar="TIME", help="keep idle policies off for 30m, 2h, 1h30m, 1d; off ends it")
     parser.add_argument("--help", action="store_true", help="this text")
@@ -150,11 +153,12 @@ class GpuMagics:
         if options.help:
             print(PARSERS["gpu_checkpoint"].format_help().strip())
             return
-        if (options.accept_differences or options.reseed) and options.branch is None:
-            raise UsageError("--accept-differences and --reseed are for --branch.")
+        how = {name: getattr(options, name) for name in ("accept_differences", "accept_changed_files", "reseed")}
+        if any(how.values()) and options.branch is None:
+            raise UsageError("--accept-differences, --accept-changed-files and --reseed are for --branch.")
         with limits_explained():
             if options.branch is not None:
-                self._branch(options.branch, accept_differences=options.accept_differences, reseed=options.reseed)
+                self._branch(options.branch, **how)
             elif options.status:
                 self._print_status()
             elif options.list:
@@ -221,6 +225,7 @@ class GpuMagics:
             print(f"Checkpoint after this cell: {cost}. Run a cell to bring it back (about {seconds['back']:.1f} s).")
 
     def _branch(self, name: str, **how: bool) -> None:
+        self._server.request("may_branch")
         self._server.schedule("branch", name=name, how=how)
         point = f"save point {name!r}" if name else "this kernel, which is saved"
         print(f"After this cell another kernel starts from {point}. The next cell says which.")
@@ -389,12 +394,16 @@ def _row(tensor: tensors.Tensor) -> tuple[str, ...]:
 
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table; a last column named ``bytes`` is aligned to the right."""
-    table = [heads, *rows]
+    """Format a table, with escapes for what is not printable; a last column named ``bytes`` is aligned to the right."""
+    table = [heads, *([_printable(text) for text in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table)]  # noqa: B905 -- strict is Python 3.10's
     sides = [*"<" * (len(heads) - 1), ">" if heads[-1] == "bytes" else "<"]
     layout = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths))  # noqa: B905
     return "\n".join(layout.format(*row).rstrip() for row in table)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def comparison_text(found: dict[str, Any], names: Sequence[str]) -> str:

@@ -18,9 +18,26 @@ _PIECE = 8192
 
 
 def frames(session: Any, msg_type: str, content: dict[str, Any], parent: Any = None, ident: Any = None) -> list[Any]:
-    """Return the frames of a message, for ``send_multipart``.  They are copies; to send them needs no thread."""
-    parts = session.serialize(session.msg(msg_type, content, parent), ident)
+    """Return the frames of a message, for ``send_multipart``.  They are copies; to send them needs no thread.
+
+    Lone surrogates, which no message can have, are escaped: with a backslash they are no name of a save point.
+    """
+    message = session.msg(msg_type, content, parent)
+    try:
+        parts = session.serialize(message, ident)
+    except UnicodeEncodeError:
+        parts = session.serialize({**message, "content": _encodable(content)}, ident)
     return [zmq.Frame(part, copy=True) for part in parts]
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_encodable(name): _encodable(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encodable(each) for each in value]
+    return value
 
 
 def show(text: str) -> None:

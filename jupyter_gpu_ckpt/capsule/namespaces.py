@@ -92,6 +92,19 @@ def _terminal_group() -> str:
     return next((f",{word}" for word in (options[-1] if options else ()) if word.startswith("gid=")), "")
 
 
+def mount_at(directory: int, path: str) -> None:
+    """Mount a directory (a descriptor) at a path, which is made if it is not there.  Raises `OSError`.
+
+    Not through a symbolic link, which another user may have put there: what it leads to would be covered.
+    """
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    point = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        syscalls.mount(f"/proc/self/fd/{directory}", f"/proc/self/fd/{point}", None, syscalls.MS_BIND)
+    finally:
+        os.close(point)
+
+
 def mount_under_old_path(directory: int, old: str) -> None:
     """Mount the kernel's directory (a descriptor) at its old path: sockets keep their paths for life.
 
@@ -109,8 +122,7 @@ def mount_under_old_path(directory: int, old: str) -> None:
         if above.count("/") < 2:
             raise
         syscalls.mount("tmpfs", above, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV)
-        os.makedirs(old, mode=0o700, exist_ok=True)
-    syscalls.mount(f"/proc/self/fd/{directory}", old, None, syscalls.MS_BIND)
+    mount_at(directory, old)
 
 
 #: In a kernel's directory: memory that is the capsule's own, and none of its processes'.

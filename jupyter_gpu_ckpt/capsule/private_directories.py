@@ -12,7 +12,7 @@ import select
 import shutil
 from collections.abc import Sequence
 
-from .namespaces import mount_under_old_path
+from .namespaces import mount_at
 
 _NAME = "private-"
 
@@ -35,7 +35,7 @@ class PrivateDirectories:
             descriptor = os.open(own, os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 if not (os.path.isdir(path) and os.path.samestat(os.stat(path), os.fstat(descriptor))):
-                    mount_under_old_path(descriptor, path)
+                    mount_at(descriptor, path)
             finally:
                 os.close(descriptor)
 

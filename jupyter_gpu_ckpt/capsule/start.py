@@ -75,15 +75,25 @@ def main(argument: str) -> int:
         os.close(directory)
         os.chdir("/")
     except OSError as error:
-        os.write(report, json.dumps({"error": str(error), "errno": error.errno, "at": at}).encode())
+        _report(report, {"error": str(error), "errno": error.errno, "at": at})
         return 1
-    os.write(report, b"{}")
-    os.close(report)
+    if not _report(report, {}):
+        return 1
     from jupyter_gpu_ckpt.capsule.init import Init  # see above
 
     gc.freeze()
     gc.enable()
     return Init(listener, rootless, options.get("known_as") or options["directory"], host_mounts, private).serve()
+
+
+def _report(report: int, outcome: dict[str, object]) -> bool:
+    """Write the outcome, and close the descriptor; return False if the owner, who alone could use it, has gone."""
+    try:
+        os.write(report, json.dumps(outcome).encode())
+    except BrokenPipeError:
+        return False
+    os.close(report)
+    return True
 
 
 def wait_for_init(pid: int) -> int:

@@ -11,17 +11,26 @@ from typing import Any
 
 from traitlets import Bool, Int, Unicode
 
-from ..errors import BadRequest, GpuCkptError, ImageArchived, ImageBusy, ImageError, ImageFormat, ImageNotFound
+from ..errors import (
+    BadRequest,
+    GpuCkptError,
+    ImageArchived,
+    ImageBusy,
+    ImageError,
+    ImageFormat,
+    ImageNotFound,
+    StoreShared,
+)
 from ..image import lease, save_point
 from ..image.keys import Keyring
 from ..image.retention import Limits, choose
 from ..image.shared_chunks import bytes_alone
-from ..image.store import Image
+from ..image.store import Image, Store
 from ..kernel.orphans import Session, only_copy
 from ..kernel.registry import kernels, owned_by_id
 from ..units import duration, rate, size
 from .command import GpuCkptCommand, ImageCommand, Result
-from .terminal import Column, Part, progress
+from .terminal import Column, Part, Terminal, progress
 
 _SIZES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _AGES = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
@@ -60,7 +69,7 @@ class ListCommand(ImageCommand):
         ]
         damaged = [{"id": id, "code": error.code, "message": error.message} for id, error in store.damaged().items()]
         found = kernels(Path(self.configured.runtime_base))
-        return {"kernels": found, "images": images, "damaged": damaged}, 0
+        return {"kernels": found, "images": images, "damaged": damaged, "refused": _refused(store)}, 0
 
     def show(self, document: dict[str, Any]) -> None:
         terminal = self.terminal
@@ -108,6 +117,20 @@ class ListCommand(ImageCommand):
             terminal.line()
             rows = [[one["id"], (one["message"], "red")] for one in document["damaged"]]
             terminal.table([Column("DAMAGED IMAGE"), Column("WHAT IS WRONG")], rows)
+        _show_refused(terminal, document)
+
+
+def _refused(store: Store) -> dict[str, Any] | None:
+    """Return the error by which wakes from this directory are refused, as JSON-serialisable data; None if none is."""
+    error = store.obstacle()
+    return error.as_dict() if error is not None else None
+
+
+def _show_refused(terminal: Terminal, document: dict[str, Any]) -> None:
+    if error := document["refused"]:
+        terminal.line()
+        terminal.line((f"{error['code']}: No kernel wakes from {error['details']['directory']}.", "red"))
+        terminal.line(f"{error['message']} {error['hint']}")
 
 
 class InspectCommand(ImageCommand):
@@ -149,7 +172,10 @@ class VerifyCommand(ImageCommand):
 
 
 class CheckCommand(ImageCommand):
-    description = "Verify every image. All of them are read; an archived one is verified when it comes back."
+    description = (
+        "Verify every image, and that only you can enter their directory. All of them are read; an archived one is "
+        "verified when it comes back."
+    )
     arguments = ()
     examples = "jupyter gpu-ckpt check"
 
@@ -172,7 +198,9 @@ class CheckCommand(ImageCommand):
                     found.append({"id": image.id, "ok": True})
         found += [{"id": id, "ok": False, "error": error.as_dict()} for id, error in broken.items()]
         found.sort(key=lambda each: str(each["id"]))
-        return {"images": found}, ImageError.exit_status if broken else 0
+        refused = _refused(store)
+        status = ImageError.exit_status if broken else StoreShared.exit_status if refused else 0
+        return {"images": found, "refused": refused}, status
 
     def show(self, document: dict[str, Any]) -> None:
         rows: list[list[Part]] = []
@@ -183,6 +211,7 @@ class CheckCommand(ImageCommand):
                 rows.append([each["id"], ("archived" if each.get("archived") else "ok", "green")])
         none = f"There are no images in {self.store().root}."
         self.terminal.table([Column("IMAGE"), Column("RESULT")], rows, otherwise=none)
+        _show_refused(self.terminal, document)
 
 
 class RemoveCommand(ImageCommand):

@@ -44,6 +44,7 @@ class MatchCommand(ImageCommand):
         gpu_map = self._gpu_map()
         configured = self.configured
         store = self.store()
+        store.require_private()
         image = store.get(self.extra_args[0])
         accepted = self.accept_changed_files or image.accepts_changed_files or configured.accept_changed_files
         with Gpus() as gpus:

@@ -144,6 +144,8 @@ _WITHOUT_KERNEL = (
     "End other programs or kernels of this user or container, or have the limit raised (`ulimit`, TasksMax= of "
     "systemd, podPidsLimit of Kubernetes), then run a cell to try again."
 )
+#: Bytes that CRIU writes at a time, to files other than those of pages, at most.
+_LARGEST_RECORD = 64 << 10
 #: Errors that CRIU gets over: what an ordinary user may not do.
 _NOISE = re.compile(r"rlimit: Can't setup RLIMIT_NOFILE|net: Unexpected error: -1")
 #: What a line begins with: time, process, and where in CRIU's source.
@@ -214,6 +216,9 @@ class Criu:
                 if verb == "restore" and _is_full(capsule.directory):
                     full = f"{capsule.directory} is full: the kernel's sockets could not be made there."
                     raise RuntimeDirectory(full, **failure.details)
+                # After a write that was cut short CRIU's log names no reason.
+                if verb == "dump" and type(failure) is CriuError and _is_full(directory):
+                    raise NoSpace("The disk filled up while the image was written.", **failure.details)
                 raise failure
         finally:
             if work != capsule.kernel_directory:
@@ -337,12 +342,15 @@ def _has_ended(pid: int) -> bool:
 
 
 def _is_full(directory: Path) -> bool:
-    """Return whether the file system of ``directory`` has no free blocks or inodes; False where it reports none."""
+    """Return whether the file system of ``directory`` has no space for one of CRIU's files, or no free inodes.
+
+    False where it reports none.
+    """
     try:
         facts = os.statvfs(directory)
     except OSError:
         return False
-    return facts.f_bavail == 0 or (facts.f_files > 0 and facts.f_favail == 0)
+    return facts.f_bavail * facts.f_frsize < _LARGEST_RECORD or (facts.f_files > 0 and facts.f_favail == 0)
 
 
 def explain(verb: str, ran: Ran, log: Path, output: Path) -> CriuError | NoSpace | LimitReached:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import Timeout
 
-from ..errors import NoSpace, StoreUnwritable
+from ..errors import FULL, NoSpace, StoreUnwritable
 
 
 @contextlib.contextmanager
@@ -21,7 +20,7 @@ def mapped_errors(root: Path) -> Iterator[None]:
     except Timeout as error:
         raise StoreUnwritable("Others keep the image directory locked for too long.", directory=str(root)) from error
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL:
             raise NoSpace("The disk of the image directory is full.", directory=str(root)) from error
         reason = error.strerror or type(error).__name__
         raise StoreUnwritable(f"The image directory cannot be written: {reason}.", directory=str(root)) from error

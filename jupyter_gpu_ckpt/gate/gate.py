@@ -90,11 +90,12 @@ class Gate:
         Called with a message type, once a sleep, when a message arrives or lies waiting that wakes the kernel.
     on_agent_request:
         Called with the content of the kernel's ``gpu_ckpt_request``: at once where it says ``now`` (answer by `request`
-        on the control channel), else after the reply and the idle of the cell that sent it were forwarded.  From there
-        on requests are queued if the verb is ``suspend`` or ``checkpoint``: run the verb, or call `release`.  The gate
-        itself requests ``save_before_cell`` of a risky ``cell``, named by its message id: call `risky_saved`.  Also
-        called with ``{"verb": "shutdown", "restart": bool}`` when the gate answered a ``shutdown_request`` for a kernel
-        that is away, and with ``{"verb": "interrupt"}`` for each ``interrupt_request``.  Both are called on the gate's
+        on the control channel), with what cells that run have ``requested`` before.  Else after the reply and the idle
+        of the cell that sent it were forwarded; after the first of them for a verb such as ``suspend``, ``checkpoint``
+        or ``back``, for which requests are queued from there on: run the verb, or call `release`.  The gate itself
+        requests ``save_before_cell`` of a risky ``cell``, named by its message id: call `risky_saved`.  Also called
+        with ``{"verb": "shutdown", "restart": bool}`` when the gate answered a ``shutdown_request`` for a kernel that
+        is away, and with ``{"verb": "interrupt"}`` for each ``interrupt_request``.  Both are called on the gate's
         thread; they must not block, and must not call the gate.
     on_work:
         Called with the type of each client's request that is forwarded and does not only query; as these.
@@ -109,6 +110,9 @@ class Gate:
         noticed the end of that.
     may_nudge:
         Whether the kernel can accept one connection more.  Called on the gate's thread; must not block.
+    keeps_queueing:
+        Whether requests stay queued at a `release`, because a verb follows that discards what they would do.  Called
+        on the gate's thread; must not block.
 
     Errors: verbs raise `StateError` if they make no sense in the present state, `GateError` if ZMQ failed or the gate's
     thread does not run.  Times are in seconds.
@@ -127,6 +131,7 @@ class Gate:
         identity: Mapping[str, Any] | None = None,
         stable_name: bool = True,
         may_nudge: Callable[[], bool] = lambda: True,
+        keeps_queueing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._log = log or logging.getLogger(__name__)
         self._loop = Loop(self._log)
@@ -141,6 +146,7 @@ class Gate:
             log=self._log,
             stable_name=stable_name,
             may_nudge=may_nudge,
+            keeps_queueing=keeps_queueing,
         )
         if identity is not None:
             self._router.replies.learn(identity)

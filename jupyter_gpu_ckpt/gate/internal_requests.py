@@ -69,7 +69,11 @@ class InternalRequests:
         request.ids.append(header["msg_id"])
         self._by_id[header["msg_id"]] = request
         request.resend_at = None if request.resend_every is None else now + request.resend_every
-        frames = self._session.serialize(self._session.msg(request.msg_type, request.content, header=header))
+        message = self._session.msg(request.msg_type, request.content, header=header)
+        try:
+            frames = self._session.serialize(message)
+        except UnicodeEncodeError:
+            frames = self._session.serialize({**message, "content": _encodable(request.content)})
         assert frames[0] == DELIMITER
         return frames
 
@@ -116,3 +120,14 @@ class InternalRequests:
         if request.reply is not None and request.idle:
             self.drop(request)
             request.done(request.reply)
+
+
+def _encodable(value: Any) -> Any:
+    """Return a copy of ``value``, JSON data, with escapes for lone surrogates, which no message can have."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_encodable(name): _encodable(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encodable(each) for each in value]
+    return value

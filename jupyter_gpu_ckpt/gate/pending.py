@@ -115,6 +115,10 @@ class PendingRequests:
         """Return the request of the cell that runs, if there is one that is not silent."""
         return next((entry.request for entry in self._by_id.values() if entry.is_cell and entry.runs), None)
 
+    def agent_requests(self) -> list[dict[str, Any]]:
+        """Return what cells that have not ended have requested of the server, to be done after them."""
+        return [content for entry in self._by_id.values() for content in entry.agent_requests]
+
     def awaits_input(self) -> bool:
         """Return whether a cell waits for an answer of its user."""
         return any(entry.awaits_input for entry in self._by_id.values())

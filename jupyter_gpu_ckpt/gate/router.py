@@ -37,6 +37,9 @@ _PROBE_EVERY = 0.05  # seconds between the probes of a fresh connection
 # and at most: the time doubles, for a kernel may be stopped or hold the interpreter's lock.
 _UNREAD, _LONGEST_UNREAD = 0.5, 30.0
 
+# So many messages of the kernel are read on the other socket before a cell's reply or idle has its effects.
+_OUTPUTS = 1000
+
 # Requested by a cell, these are done between that cell and the next request of its client.
 _QUEUEING_VERBS = frozenset({"suspend", "checkpoint", "save", "back", "save_after_cell"})
 
@@ -104,6 +107,7 @@ class Router:
         log: logging.Logger | logging.LoggerAdapter[Any],
         stable_name: bool = True,
         may_nudge: Callable[[], bool] = lambda: True,
+        keeps_queueing: Callable[[], bool] = lambda: False,
     ) -> None:
         self.state = GateState.CLOSED
         self.last_activity = time.monotonic()
@@ -118,7 +122,7 @@ class Router:
         #: The gate's routing id at the kernel.
         self.name = self._first_name = f"gate-{kernel_id}"[:200]  # ZMQ's limit is 255 bytes
         self._stable_name, self._disconnected = stable_name, False
-        self._may_nudge = may_nudge
+        self._may_nudge, self._keeps_queueing = may_nudge, keeps_queueing
         #: Notices of `notify` that no cell has shown.
         self.notices: list[str] = []
         self._on_wake, self._on_agent_request, self._on_work, self._log = on_wake, on_agent_request, on_work, log
@@ -271,13 +275,16 @@ class Router:
     def release(self) -> None:
         """Forward the queued requests, in order, and queue no more.
 
-        Those from a risky cell on stay queued until it has its save point: see `risky_saved`.
+        Those from a risky cell on stay queued until it has its save point: see `risky_saved`.  All stay queued where
+        the owner says so, which is about to run another verb: they would run in a state that this verb discards.
         """
         if not self._back:
             raise StateError("The gate has no connection to the kernel; open it first.")
         if self._drain.active:
             raise StateError("The gate is being drained by another call.")
         self.state, self._wake_requested = GateState.OPEN, False
+        if self._keeps_queueing():
+            self.state = GateState.DRAINING
         while self.state is GateState.OPEN and (request := self.queue.first()) is not None:
             if _is_risky(request) and not request.saved:
                 self._precede(request)
@@ -665,7 +672,19 @@ class Router:
             self._abort(request.subshell_id)
         elif request.msg_type == "delete_subshell_request" and content.get("status") == "ok":
             self._pass_agent_requests(self.pending.drop_subshell(str(request.content.get("subshell_id"))))
+        if request.msg_type == "execute_request":
+            self._loop.pump(self._back["iopub"], _OUTPUTS)  # what it has requested may lie there unread
+            self._pass_queueing_verbs(pending)
         self._completed(self.pending.replied(msg_id))
+
+    def _pass_queueing_verbs(self, cell: PendingRequest) -> None:
+        """Pass on what a cell has requested with its reply or its idle, if a verb comes between it and the next cell.
+
+        A client that has the one may send the next cell before the other comes.
+        """
+        if _requests_queueing(cell):
+            contents, cell.agent_requests = cell.agent_requests, []
+            self._pass_contents(contents)
 
     def _abort(self, subshell_id: str | None) -> None:
         """Abort the queued executions, as the kernel does to those in its own queue when one fails.
@@ -705,6 +724,9 @@ class Router:
             if state == "busy":
                 self.pending.begun(msg_id)
             elif state == "idle":
+                if (cell := self.pending.find(msg_id)) is not None and _requests_queueing(cell):
+                    self._loop.pump(self._back["shell"], _OUTPUTS)  # its reply is first: it may abort what is queued
+                    self._pass_queueing_verbs(cell)
                 self._completed(self.pending.idled(msg_id))
                 if self.pending:
                     self._expect_reading()
@@ -716,7 +738,7 @@ class Router:
             return False
         cell = self.pending.find(str(message["parent_header"].get("msg_id")))
         if cell is None or message["content"].get("now"):
-            self._notify(self._on_agent_request, message["content"])
+            self._notify(self._on_agent_request, {**message["content"], "requested": self.pending.agent_requests()})
         else:
             cell.agent_requests.append(message["content"])
         return True
@@ -734,7 +756,10 @@ class Router:
         self._settle_drain()
 
     def _pass_agent_requests(self, completed: list[PendingRequest]) -> None:
-        contents = [content for pending in completed for content in pending.agent_requests]
+        self._pass_contents([content for pending in completed for content in pending.agent_requests])
+        self._settle_idle()
+
+    def _pass_contents(self, contents: list[dict[str, Any]]) -> None:
         # A client that has read the reply of the cell sends the next cell at once; the kernel must be gone then, and
         # that cell must not keep it.
         queueing = [content for content in contents if content.get("verb") in _QUEUEING_VERBS]
@@ -744,7 +769,6 @@ class Router:
         failed = [content for content in contents if self._notify(self._on_agent_request, content) is not None]
         if was_open and queueing and all(content in failed for content in queueing):
             self._release_abandoned()
-        self._settle_idle()
 
     def _fail_idle(self, reason: str) -> None:
         futures, self._waiting_for_idle = self._waiting_for_idle, []
@@ -770,6 +794,10 @@ class Router:
         wire.send(self._back[request.channel], self._internal.frames(request, time.monotonic()))
         if request.channel == "shell":
             self._expect_reading()
+
+
+def _requests_queueing(cell: PendingRequest) -> bool:
+    return any(content.get("verb") in _QUEUEING_VERBS for content in cell.agent_requests)
 
 
 def _is_risky(request: Request) -> bool:

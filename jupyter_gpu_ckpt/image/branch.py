@@ -92,9 +92,10 @@ def copy(store: Store, source: Image, kernel: NewKernel, keep_as: SavePoint | No
     whole, and it has copies of the files in use: those of the source, or if it is no save point, new ones (an encrypted
     image gets none).
 
-    Raises `ImageArchived`, `ImageForged`, `ImageDamaged`, `ImageNotFound`, `ImageBusy`, `NoSpace`, `QuotaExceeded`,
-    `StoreUnwritable`, `KeyUnusable`.
+    Raises `StoreShared`, `ImageArchived`, `ImageForged`, `ImageDamaged`, `ImageNotFound`, `ImageBusy`, `NoSpace`,
+    `QuotaExceeded`, `StoreUnwritable`, `KeyUnusable`.
     """
+    store.require_private()
     if source.archived:
         hint = "Wake its kernel once, or pull the image: its content is fetched then."
         raise ImageArchived("The content of the image is in the cold tier.", hint=hint, image=source.id)

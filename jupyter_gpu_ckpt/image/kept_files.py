@@ -13,6 +13,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -160,6 +161,32 @@ def differs(path: str, file: KeptFile) -> bool:
         return _hash(Path(path)) != file.blake3 if file.blake3 else not file.stamped
     except OSError:
         return True
+
+
+def obstacle(path: str, file: KeptFile, image: Path) -> str:
+    """Return why the kept file cannot be put back at ``path``; empty if it can be, as far as that shows before.
+
+    Its directory need not be there.  ``image``: the directory of the copy.
+    """
+    target, uid = Path(path), os.geteuid()
+    directory = target.parent
+    while not os.path.lexists(directory):
+        directory = directory.parent
+    if not directory.is_dir():
+        return f"{directory} is no directory"
+    try:
+        facts, there = directory.stat(), target.lstat() if os.path.lexists(target) else None
+        if there is not None and stat.S_ISDIR(there.st_mode):
+            return "a directory has its name"
+        if not os.access(directory, os.W_OK | os.X_OK):
+            return f"no file can be made in {directory}"
+        if there is not None and facts.st_mode & stat.S_ISVTX and uid not in (0, facts.st_uid, there.st_uid):
+            return f"it is another user's, and in {directory} only its owner can replace it"
+        if facts.st_dev != image.stat().st_dev and shutil.disk_usage(directory).free < file.bytes:
+            return f"there is no space for it in {directory}"
+    except OSError as error:
+        return f"{directory} cannot be read: {error.strerror}"
+    return ""
 
 
 def put_back(path: str, file: KeptFile, directory: Path) -> None:

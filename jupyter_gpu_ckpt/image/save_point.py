@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -29,6 +30,10 @@ LONGEST = 80
 #: The notebook's document, as a manifest names it.
 _NOTEBOOK = f"{layout.CRIU}/{layout.KEPT}/{layout.NOTEBOOK}"
 _NAME = re.compile(r"[^\s.\x00-\x1f\x7f-\x9f/\\]([^\x00-\x1f\x7f-\x9f/\\]*[^\s\x00-\x1f\x7f-\x9f/\\])?")
+
+#: Categories of characters that are not seen, reorder the text around them, or are in no URL: format characters (marks
+#: of direction among them), lone surrogates, separators of lines and paragraphs.
+_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 @dataclass(frozen=True)
@@ -218,10 +223,10 @@ def find(images: Iterable[Image], kernel_id: str, name: str) -> Image:
 
 def require_free_name(images: Iterable[Image], kernel_id: str, name: str) -> None:
     """Raise `BadRequest` for what is no name of a save point, `SavePointExists` for one that the kernel has."""
-    if len(name) > LONGEST or not _NAME.fullmatch(name):
+    if len(name) > LONGEST or not _NAME.fullmatch(name) or any(unicodedata.category(c) in _UNSEEN for c in name):
         message = (
-            f"A save point's name has 1 to {LONGEST} characters, no slashes or control characters, no blanks at its "
-            "ends, and no dot at its beginning."
+            f"A save point's name has 1 to {LONGEST} characters, no slashes, control or format characters, no blanks "
+            "at its ends, and no dot at its beginning."
         )
         raise BadRequest(message, name=name[:LONGEST])
     if (known := of_kernel(images, kernel_id).get(name)) is not None:

@@ -17,7 +17,17 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from ..criu import images
-from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
+from ..errors import (
+    GpuCkptError,
+    ImageArchived,
+    ImageDamaged,
+    ImageForged,
+    ImageFormat,
+    ImageNotFound,
+    QuotaExceeded,
+    StoreShared,
+    StoreUnwritable,
+)
 from ..files.atomic import remove_leftovers, write_atomically
 from ..files.disk import free, mapped_errors
 from ..node.hashes import Hashes
@@ -65,10 +75,20 @@ class Store:
         ``may_encrypt``: whether the key for encryption is needed, which moved images do not need.  Raises `KeyUnusable`
         when nothing could be sealed, or encrypted, `StoreUnwritable`, `StoreShared`, `StoreUnsuitable`.
         """
-        user_directory.prepare(self.named)
+        user_directory.prepare(self.named, self.root)
         self.keys.current()
         if may_encrypt:
             self.vault.secret()
+
+    def obstacle(self) -> StoreShared | None:
+        """Return why nothing may be written to the directory, nor restored from it: others can enter or remove it."""
+        with mapped_errors(self.root):
+            return user_directory.obstacle(self.named, self.root)
+
+    def require_private(self) -> None:
+        """Raise `StoreShared` if others could replace an image between its verification and its use."""
+        if problem := self.obstacle():
+            raise problem
 
     def free(self) -> int:
         """Return the bytes an unprivileged user may still write, as far as the file system reports its quotas."""
@@ -132,11 +152,20 @@ class Store:
                 self.generations.close(kernel_id)
 
     def _names(self) -> list[str]:
-        """Return the sorted names of directories; without links, which may lead where this user cannot look."""
-        if not self.root.is_dir():
+        """Return the sorted names of directories; without links, which may lead where this user cannot look.
+
+        Raises `StoreShared` for a directory of others that this user cannot enter, `StoreUnwritable`.
+        """
+        try:
+            with os.scandir(self.root) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        with os.scandir(self.root) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        except OSError as error:
+            if isinstance(error, PermissionError):
+                self.require_private()
+            message = f"The image directory cannot be read: {error.strerror}."
+            raise StoreUnwritable(message, directory=str(self.root)) from error
 
     def damaged(self) -> dict[str, ImageFormat]:
         """Return the directories of this user whose manifest cannot be used, by id, and why."""
@@ -189,8 +218,9 @@ class Store:
     def begin_check(self, image: Image) -> BackgroundTask:
         """Do as `check` for a restore; the memory that CRIU only copies is verified in a background task.
 
-        Raises as `check`.  The caller runs nothing of the image before the task has ended.
+        Raises as `check`, and `StoreShared`.  The caller runs nothing of the image before the task has ended.
         """
+        self.require_private()
         self._require_content(image)
         manifest, proof = self._retry_after_sweep(lambda: verify.begin(image.path, self.keys))
         try:
@@ -223,14 +253,20 @@ class Store:
         self.generations.require_current(verified)
 
     def readable(self, image: Image) -> AbstractContextManager[encryption.Readable]:
-        """Make ``image`` readable in the body.  Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`, `ImageBusy`."""
+        """Make ``image`` readable in the body.
+
+        Raises `StoreShared`, `KeyUnusable`, `ImageDamaged`, `NoMemory`, `ImageBusy`.
+        """
+        self.require_private()
         return encryption.readable(self.vault, image.path, image.manifest)
 
     def seal(self, image: Image) -> Image:
         """Hash and seal an image as it is now, also one that another user or release made.
 
-        Raises as `remove`, and `ImageArchived`: without its content it would be sealed as an image that has none.
+        Raises as `remove`, `StoreShared`, and `ImageArchived`: without its content it would be sealed as an image that
+        has none.
         """
+        self.require_private()
         with lease.acquire(image.path), mapped_errors(self.root):
             self._require_content(image)
             for name in (MANIFEST, SEAL):  # of a seal that broke off
@@ -325,7 +361,7 @@ class Store:
 
         Save points keep theirs; the kernel does not sleep in any, and whatever it was restored from is free again.
         """
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, StoreUnwritable, StoreShared):
             needed = self._needed_links(but=kernel_id)
             for image in self.images():
                 if image.manifest.kernel_id == kernel_id and image.is_save_point:

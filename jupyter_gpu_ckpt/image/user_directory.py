@@ -34,29 +34,32 @@ def of_user(named: Path) -> Path:
     return named / str(os.geteuid()) if shared and stat.S_ISDIR(facts.st_mode) else named
 
 
-def prepare(named: Path) -> None:
+def prepare(named: Path, own: Path | None = None) -> None:
     """Make this user's directory, and test that images can be written and claimed there.
 
-    Raises `StoreShared` for a directory that others can enter or remove, whose mode is not ours to change;
-    `StoreUnsuitable` for a file system without hard links; `StoreUnwritable`, `NoSpace`.
+    ``own``: see `obstacle`.  Raises `StoreShared` for a directory that others can enter or remove, whose mode is not
+    ours to change; `StoreUnsuitable` for a file system without hard links; `StoreUnwritable`, `NoSpace`.
     """
-    own = of_user(named)
+    own = own or of_user(named)
     with mapped_errors(own):
         if named.exists() and not named.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "it is a file")
-        if problem := obstacle(named):
+        if problem := obstacle(named, own):
             raise problem
         if not own.exists():
             own.mkdir(parents=True, exist_ok=True, mode=0o700)
             own.chmod(0o700)  # whatever the umask
-            if problem := obstacle(named):  # another process was faster
+            if problem := obstacle(named, own):  # another process was faster
                 raise problem
         _require_links(own)
 
 
-def obstacle(named: Path) -> StoreShared | None:
-    """Return what `prepare` would raise because others can enter or remove the directory; make nothing."""
-    own = of_user(named)
+def obstacle(named: Path, own: Path | None = None) -> StoreShared | None:
+    """Return what `prepare` would raise because others can enter or remove the directory; make nothing.
+
+    ``own``: this user's directory, if it is known; the mode of ``named`` may have changed since.
+    """
+    own = own or of_user(named)
     if own != named:
         facts = named.stat()
         if facts.st_uid not in (0, os.geteuid()):
@@ -66,6 +69,10 @@ def obstacle(named: Path) -> StoreShared | None:
         if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
             hint = f"An administrator makes it sticky: `chmod +t {_quoted(named)}`."
             message = "The image directory is one in which other users could take your images away."
+            return StoreShared(message, hint=hint, directory=str(named))
+        if not os.access(named, os.X_OK):
+            hint = f"Set another. An administrator may let everybody have one below it: `chmod 1777 {_quoted(named)}`."
+            message = "The image directory belongs to another user, and you may not enter it."
             return StoreShared(message, hint=hint, directory=str(named))
         if not os.path.lexists(own) and not os.access(named, os.W_OK | os.X_OK):
             made = f"install -d -m 700 -o {os.geteuid()} -g {os.getegid()} {_quoted(own)}"

@@ -10,12 +10,21 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..cuda.gpus import Gpu
-from ..errors import BadRequest, GpuCkptError, ImageBusy, LimitReached, SavePointNotFound, StateError
+from ..errors import (
+    BadRequest,
+    GpuCkptError,
+    ImageBusy,
+    LimitReached,
+    NoSpace,
+    SavePointExists,
+    SavePointNotFound,
+    StateError,
+)
 from ..gate.gate import Gate
 from ..image import save_point
 from ..image.image import Image
@@ -65,7 +74,10 @@ class AgentRequests:
             _pool.submit(int)  # starts a thread, as long as there are any
 
     def answer(self, content: dict[str, Any], lifecycle: Lifecycle, gate: Gate) -> None:
-        """Called with a request on the gate's thread; the answer is sent through ``gate`` when it is ready."""
+        """Called with a request on the gate's thread; the answer is sent through ``gate`` when it is ready.
+
+        Its ``requested`` are the verbs that cells have requested before, and that are not done yet.
+        """
         with contextlib.suppress(RuntimeError):  # there are no more threads: one of the pool takes it
             _pool.submit(self._answer, content, lifecycle, gate)
 
@@ -74,14 +86,18 @@ class AgentRequests:
         self._notify_kernel(gate, "gpu_ckpt_failed_request", {"error": error.as_dict()})
 
     def _answer(self, content: dict[str, Any], lifecycle: Lifecycle, gate: Gate) -> None:
+        requested: list[Mapping[str, Any]] = content.get("requested") or []
         verbs: dict[str, Callable[[], dict[str, Any]]] = {
             "status": lambda: self.status(
                 lifecycle, content.get("report") or {}, writes=bool(content.get("writes", True))
             ),
             "list": lambda: images(lifecycle),
             "saves": lambda: save_points(lifecycle),
-            "may_save": lambda: may_save(lifecycle, str(content.get("name", ""))),
-            "may_go_back": lambda: may_go_back(lifecycle, str(content.get("name", "")), content.get("files")),
+            "may_save": lambda: may_save(lifecycle, str(content.get("name", "")), requested),
+            "may_go_back": lambda: may_go_back(
+                lifecycle, str(content.get("name", "")), content.get("files"), requested
+            ),
+            "may_branch": lambda: may_branch(requested),
             "compare": lambda: compare(lifecycle, content.get("names"), content.get("present")),
             "delete": lambda: delete(lifecycle, str(content.get("name", ""))),
             "protect": lambda: self.protect(content.get("seconds")),
@@ -98,7 +114,7 @@ class AgentRequests:
             self._log.exception("a request of a kernel could not be answered")
             unknown = GpuCkptError(f"The request could not be answered: {type(error).__name__}.")
             limit = GpuCkptError.from_exception(error)
-            reply["error"] = (limit if isinstance(limit, LimitReached) else unknown).as_dict()
+            reply["error"] = (limit if isinstance(limit, LimitReached | NoSpace) else unknown).as_dict()
         self._notify_kernel(gate, "gpu_ckpt_answer_request", reply)
 
     def _notify_kernel(self, gate: Gate, msg_type: str, content: dict[str, Any]) -> None:
@@ -219,14 +235,51 @@ def save_points(lifecycle: Lifecycle) -> dict[str, Any]:
     return {"saves": [save_point.described(each) for each in points.values()]}
 
 
-def may_save(lifecycle: Lifecycle, name: str) -> dict[str, Any]:
-    """Raise `SavePointExists` or `BadRequest` for a name that a save point cannot have."""
+def _require_stays(requested: Iterable[Mapping[str, Any]]) -> None:
+    """Raise `StateError` if a cell has requested to go back: what is requested after it would find another state."""
+    if (name := next((each.get("name") for each in requested if each.get("verb") == "back"), None)) is not None:
+        message = f"A cell has requested already that this kernel goes back to {name!r}, which is done before this."
+        hint = "Run this in a cell of its own, once the kernel is back."
+        raise StateError(message, hint=hint, left=f"the kernel goes back to {name!r} when its cells have ended")
+
+
+def may_save(lifecycle: Lifecycle, name: str, requested: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Raise `SavePointExists` or `BadRequest` for a name that a save point cannot have.
+
+    ``requested``: the verbs that cells have requested before.  Raises `StateError` if one is to go back.
+    """
+    _require_stays(requested)
+    if _is_saved_first(requested, name):
+        raise SavePointExists(f"A cell has requested a save point {name!r} already.", hint="Choose another name.")
     save_point.require_free_name(_save_points(lifecycle), lifecycle.home.kernel_id, name)
     return {}
 
 
-def may_go_back(lifecycle: Lifecycle, name: str, files: Any) -> dict[str, Any]:
-    """Raise what prevents the kernel from going back, as far as it shows while a cell runs."""
+def _is_saved_first(requested: Iterable[Mapping[str, Any]], name: str) -> bool:
+    return any(each.get("verb") == "save" and each.get("name") == name for each in requested)
+
+
+def may_branch(requested: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Raise `StateError` if a cell has requested to go back."""
+    _require_stays(requested)
+    return {}
+
+
+def may_go_back(
+    lifecycle: Lifecycle, name: str, files: Any, requested: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Raise what prevents the kernel from going back, as far as it shows while a cell runs.
+
+    ``requested``: the verbs that cells have requested before.  Raises `StateError` if one is to go back, or is a branch
+    from the kernel as it is, `ImageBusy` if one is the save that this is about.
+    """
+    _require_stays(requested)
+    if _is_saved_first(requested, name):
+        message = f"The save point {name!r} is made when the cells that run or wait have ended."
+        raise ImageBusy(message, hint="Go back to it in a cell that you run then.")
+    if any(each.get("verb") == "branch" and not each.get("name") for each in requested):
+        message = "A branch from this kernel as it is now begins when this cell has ended."
+        raise StateError(message, hint="Go back in a cell that you run when the branch is there.")
     point = _find(lifecycle, _save_points(lifecycle), name)
     choice = going_back.require_choice(files)
     if not point.archived:  # else its content is fetched first

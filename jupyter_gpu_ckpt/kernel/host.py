@@ -36,6 +36,7 @@ from ..lifecycle.context import Engine, Home
 from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State, Step
 from ..lifecycle.settings import LifecycleSettings
+from ..node.changed_files import how_to_accept
 from ..process import descriptors
 from ..trace import Sink, StepEvent, Trace
 from . import automatic_saves, branching
@@ -51,16 +52,23 @@ from .worker import Worker
 #: Why kernels of a `Launch.key` are started plainly, as long as this process lives.  They end before their first answer
 #: in a capsule: for example because they can listen on TCP only.
 UNFIT: dict[tuple[str, ...], KernelUnfit] = {}
+#: How changed files are accepted for a branch, by each way to request one (docs/branches.md).
+_ACCEPT_IN_BRANCH = "begin the branch with `--accept-changed-files`"
 #: Signals that others send, Linux where memory is short among them: a kernel that they end may well live in a capsule.
 _SENT = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+
+#: The fields of `BranchPoint` that a request for a branch may set.
+BRANCH_FLAGS = ("reseed", "accept_differences", "accept_changed_files")
 
 
 @dataclass(frozen=True)
 class BranchPoint:
     """The image that a kernel starts from, in place of a launch: that of another kernel.
 
-    ``reseed``, ``is_template``: see `image.branch.NewKernel`.  ``accept_changed_files``: for its restore; None: as the
-    settings say.  ``accept_differences``: it may start although something cannot exist twice (`branching.BranchPlan`).
+    ``reseed``, ``is_template``: see `image.branch.NewKernel`.  ``accept_changed_files``: for its restore; None: as is
+    recorded with the image (`Image.accept_changed_files`), or else as the settings say.  ``accept_differences``: it may
+    start although something cannot exist twice (`branching.BranchPlan`).
     """
 
     image: str
@@ -185,6 +193,10 @@ class KernelHost:
         self._owner, self._log = owner, log
         #: Whether a cell has ended that is in no save point yet and wants one; while one is made, until it is drained.
         self._save_due = self._saves_after_cells = False
+        #: Saves and goings back that cells have requested, until the kernel is drained for them, or they fail; and the
+        #: one whose verb runs.
+        self._requested: list[Mapping[str, Any]] = []
+        self._running_request: Mapping[str, Any] | None = None
         self._unanswered: Lifecycle | None = None
         self._front: dict[str, Any] = {}
         self._registration: Registration | None = None
@@ -258,6 +270,9 @@ class KernelHost:
             fallback_name=launch.fallback_name,
             kernel_key=was.kernel_key if source.manifest.branched_from else str(was.front["key"]),
         )
+        accept = point.accept_changed_files
+        if accept is None and source.accepts_changed_files:
+            accept = True
         kernel = NewKernel(
             self.kernel_id, launch.kernel_name, session.write, reseed=point.reseed, is_template=point.is_template
         )
@@ -272,12 +287,14 @@ class KernelHost:
                 write_atomically(directory / "connection.json", json.dumps(inside), durable=False)
             _, lifecycle = self._prepare(engine, launch, session, back)
             lifecycle.attach(image=image)
-            lifecycle.restore(accept_changed_files=point.accept_changed_files)
+            lifecycle.restore(accept_changed_files=accept)
         except BaseException as error:
             self._stop_gate()
             if isinstance(error, GpuCkptError):
                 error.left = f"the image is kept as {source.id}"
-                error.hint = error.hint.replace(image.id, source.id) if image is not None else error.hint
+                if image is not None:  # which is deleted
+                    error.substitute(how_to_accept(image.id), _ACCEPT_IN_BRANCH)
+                    error.substitute(image.id, source.id)
             if image is not None:
                 with contextlib.suppress(GpuCkptError):
                     engine.store.remove(image)
@@ -418,6 +435,7 @@ class KernelHost:
                 identity=session.identity,
                 stable_name=session.has_agent,  # ipykernel's sockets hand over
                 may_nudge=self._may_nudge,
+                keeps_queueing=self._goes_back_next,
             )
             self.gate.start()
             self._front = session.front
@@ -667,7 +685,8 @@ class KernelHost:
         if lifecycle is None or gate is None:
             return
         if content.get("now"):
-            self.agent_requests.answer(content, lifecycle, gate)
+            requested = [*self._requested, *content.get("requested", ())]
+            self.agent_requests.answer({**content, "requested": requested}, lifecycle, gate)
             return
         if content.get("verb") == "interrupt":
             self.interrupted()
@@ -692,9 +711,36 @@ class KernelHost:
         elif verb in verbs:
             if verb == "save_after_cell":
                 self._save_due = True
-            self.worker.submit(functools.partial(self._run_verb, verbs[verb], gate))
+            self._submit_requested(content, verbs[verb], gate)
         else:
             self._log.warning("Kernel %s requested an unknown verb.", self.kernel_id)
+
+    def _submit_requested(self, content: Mapping[str, Any], call: Callable[[], Any], gate: Gate) -> None:
+        """Have a verb run that a cell has requested, after those requested before.  Raises `LimitReached`."""
+
+        def forget() -> None:
+            with contextlib.suppress(ValueError):
+                self._requested.remove(content)
+
+        def run() -> None:
+            self._running_request = content
+            try:
+                call()
+            finally:
+                self._running_request = None
+                forget()  # before queued messages are released for a verb that has failed
+
+        if content.get("verb") in ("save", "back"):
+            self._requested.append(content)
+        try:
+            self.worker.submit(functools.partial(self._run_verb, run, gate))
+        except BaseException:
+            forget()
+            raise
+
+    def _goes_back_next(self) -> bool:
+        """Return whether a cell has requested to go back, and the kernel is not drained for that yet."""
+        return any(each.get("verb") == "back" for each in tuple(self._requested))
 
     def _shut_down(self, lifecycle: Lifecycle, restart: bool) -> None:
         self._owner.end_announced(lifecycle, restart)
@@ -732,8 +778,12 @@ class KernelHost:
 
     def _step_traced(self, event: StepEvent) -> None:
         """Called on the worker's thread; all that the drained cells have requested came before."""
-        if self._saves_after_cells and (event.kind, event.step) == ("completed", Step.DRAIN.value):
+        if (event.kind, event.step) != ("completed", Step.DRAIN.value):
+            return
+        if self._saves_after_cells:
             self._save_due = False
+        if self._running_request in self._requested:
+            self._requested.remove(self._running_request)
 
     def _report_branch(self, gate: Gate, kernel_id: str, error: GpuCkptError | None) -> None:
         """Tell the user of a requested branch, in the next cell, which kernel it is or why there is none."""
@@ -754,3 +804,6 @@ class KernelHost:
                 gate.release()  # queued for this verb since the cell that requested it
             if gate.state is GateState.OPEN:
                 self.agent_requests.report_failure(error, gate)
+            elif gate.state is GateState.DRAINING:  # for a going back, whose kernel would not know of it
+                with contextlib.suppress(GpuCkptError):
+                    gate.notify(str(error))

@@ -51,7 +51,7 @@ from .branching import BranchPlan
 from .directories import default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
 from .gpu_sharing import GpuSharing
-from .host import UNFIT, BranchPoint, KernelHost, Launch, with_notice
+from .host import BRANCH_FLAGS, UNFIT, BranchPoint, KernelHost, Launch, with_notice
 from .orphans import Orphan, find_orphan, newest_images, not_attached_notice, not_saved_notice
 
 Result = TypeVar("Result")
@@ -738,9 +738,8 @@ class GpuCkptProvisioner(LocalProvisioner):
     def branch_requested(self, content: Mapping[str, Any], on_end: Callable[[str, GpuCkptError | None], None]) -> None:
         """Called on the gate's thread when a cell has requested a branch; ``on_end`` gets the new id, or the error."""
         how = content.get("how")
-        flags = (
-            {name: how.get(name) is True for name in ("accept_differences", "reseed")} if isinstance(how, dict) else {}
-        )
+        # One that is not set is as the settings say.
+        flags = {name: True for name in BRANCH_FLAGS if isinstance(how, dict) and how.get(name) is True}
 
         async def branch() -> None:
             kernel_id, failure = "", None

@@ -20,13 +20,24 @@ from typing import Any
 
 from jupyter_client.kernelspec import KernelSpecManager
 
-from ..errors import BadRequest, GpuCkptError, ImageBusy, ImageNotFound, StateError, TemplateNotFound
+from ..errors import (
+    BadRequest,
+    BranchDiffers,
+    BranchUnsafe,
+    GpuCkptError,
+    ImageBusy,
+    ImageNotFound,
+    StateError,
+    TemplateNotFound,
+)
 from ..image import branch
 from ..image.branch import NewKernel
 from ..image.save_point import SavePoint
 from ..image.store import Image, Store
+from ..lifecycle import going_back
 from . import branching, kernelspecs
 from .agent_injection import PROVISIONER
+from .branching import BranchPlan
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,8 @@ def create(store: Store, source: Image, name: str, *, accept_differences: bool =
     """Make a template from an image; its kernelspec is that of the image's kernel, by another name.
 
     After failure there is neither a kernelspec nor an image.  Raises `BadRequest` for a name that is taken or that no
-    kernelspec can have, and where that kernelspec is not here; and as `branching.BranchPlan.require` and `branch.copy`.
+    kernelspec can have, a kernelspec that is not here, or an image from which its kernels could not start, and as
+    `branching.plan` and `branch.copy`.
     """
     manager, name = KernelSpecManager(), name.lower()  # as it is installed, in the place of one with the same name
     if name in manager.find_kernel_specs():
@@ -84,7 +96,7 @@ def create(store: Store, source: Image, name: str, *, accept_differences: bool =
         hint = "Install it first: kernels start by it where the template cannot be used."
         raise BadRequest(error.message, hint=hint) from error
     spec = manager.get_kernel_spec(used)
-    plan.require(accept_differences)
+    _require_usable(store, source, plan, accept_differences)
     key = plan.session.kernel_key if source.manifest.branched_from else str(plan.session.front["key"])
     session = dataclasses.replace(plan.session, kernel_id=str(uuid.uuid4()), notebook="", kernel_key=key)
     session = dataclasses.replace(session, kernel_name=used, fallback_name="", private=plan.private)
@@ -102,6 +114,29 @@ def create(store: Store, source: Image, name: str, *, accept_differences: bool =
             raise BadRequest(f"{error}") from error
         raise
     return Template(name, shown, image.id)
+
+
+def _require_usable(store: Store, source: Image, plan: BranchPlan, accept_differences: bool) -> None:
+    """Raise `BadRequest` for an image from which kernels cannot start, or only if their differences are accepted."""
+    left = f"the image is kept as {source.id}"
+    try:
+        plan.require(accept_differences)
+    except BranchUnsafe as error:
+        message = f"No kernels can start from this image: it has {'; '.join(plan.unsafe)}."
+        hint = "End it in the kernel, save again, and make the template of that."
+        raise BadRequest(message, hint=hint, left=left, **error.details) from error
+    except BranchDiffers as error:
+        otherwise = "; ".join(f"{each.what} ({each.becomes})" for each in plan.differs if each.kind != "connection")
+        message = f"This cannot exist twice, and is otherwise in each kernel of a template: {otherwise}."
+        hint = "Close it in the kernel and save again, or make the template all the same: `--accept-differences`."
+        raise BadRequest(message, hint=hint, left=left, **error.details) from error
+    if unusable := going_back.unusable_files(store, source):
+        first, *others = unusable
+        more = f" (and {len(others)} more: `jupyter gpu-ckpt match {source.id}` lists them)" if others else ""
+        message = f"No kernels could start from this image, as {first.what} is not as it was"
+        message = f"{message}: wanted {first.wanted}, found {first.found}{more}."
+        hint = "Put it back as it was (program code: install that version), or make the template of a newer image."
+        raise BadRequest(message, hint=hint, left=left, mismatches=[str(each) for each in unusable])
 
 
 def _install(manager: KernelSpecManager, name: str, document: dict[str, Any], resources: Path) -> None:

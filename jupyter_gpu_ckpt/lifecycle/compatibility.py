@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ..cuda.gpus import Gpus, gpu_mapping
 from ..errors import BadRequest, CudaError
@@ -57,6 +58,16 @@ def mismatches(
             pass  # fewer GPUs than there were, which is one of the mismatches
     gpu_map = gpu_map if manifest.cuda else None
     return match(wanted, here, image=manifest.id, accept_changed_files=accept_changed_files, gpu_map=gpu_map)
+
+
+def file_mismatches(manifest: Manifest, store: Store, *, accept_changed_files: bool) -> list[Mismatch]:
+    """Return the files that are not as they were, and nothing else that this node lacks.  See `mismatches`."""
+    wanted: dict[str, Any] = {
+        name: manifest.fingerprint[name] for name in ("files", "machine") if name in manifest.fingerprint
+    }
+    here = inspect_node(wanted, criu="", gpus=[], memory=0, disk=0, hashes=store.hashes)
+    store.hashes.begin()
+    return match(wanted, here, image=manifest.id, accept_changed_files=accept_changed_files)
 
 
 def hash_meanwhile(manifest: Manifest, store: Store) -> None:

@@ -511,7 +511,8 @@ def _final_manifest(attempt: Attempt) -> Manifest:
     kernel, draft, manifest = attempt.kernel, attempt.draft, attempt.manifest
     assert draft is not None and manifest is not None
     if kernel.home.write_session is not None:
-        kernel.home.write_session(draft.path)
+        with mapped_errors(kernel.engine.store.root):
+            kernel.home.write_session(draft.path)
     if manifest.save_point is not None:
         with mapped_errors(kernel.engine.store.root):
             files = kept_files.hashed(attempt.kept, draft.criu_directory / layout.KEPT)

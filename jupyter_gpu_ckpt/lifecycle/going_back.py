@@ -10,9 +10,11 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from ..image.encryption import Readable
 from ..image.image import Image
 from ..image.kept_files import KeptFile
 from ..image.lease import MOMENT
+from ..image.manifest import Manifest
 from ..image.store import Store
 from ..node.match import require
 from ..node.mismatch import Mismatch
@@ -62,24 +65,45 @@ def check(kernel: KernelState, point: Image, files: FilesChoice) -> list[str]:
     with point.lease(MOMENT):
         engine.store.begin_check(point).cancel(wait_for_end=True)  # the rest is verified as it is read
         aside = links.set_aside(point.manifest)
-        names = {second: path for path, second in aside.items()}
-        wanted = point.manifest.fingerprint.get("files", {})
-        fingerprint = {**point.manifest.fingerprint, "files": {aside.get(path, path): wanted[path] for path in wanted}}
-        manifest = dataclasses.replace(point.manifest, fingerprint=fingerprint)
+        manifest = _with_links_aside(point.manifest, aside)
 
         def compare(accept: bool) -> list[Mismatch]:
             found = compatibility.mismatches(
                 manifest, engine.store, engine.gpus, engine.criu_version, accept_changed_files=accept
             )
-            found = [each for each in found if each.field not in _LATER]
-            return [
-                dataclasses.replace(each, what=names.get(each.what, each.what), path=names.get(each.path, each.path))
-                for each in found
-            ]
+            return _by_first_names([each for each in found if each.field not in _LATER], aside)
 
         found, then = settle(point, files, compare, insist=True, aside=aside)
     require(found, point.id)
     return then
+
+
+def _with_links_aside(manifest: Manifest, aside: Mapping[str, str]) -> Manifest:
+    """Return a manifest whose files are looked for where they are now (`links.set_aside`)."""
+    wanted = manifest.fingerprint.get("files", {})
+    fingerprint = {**manifest.fingerprint, "files": {aside.get(path, path): wanted[path] for path in wanted}}
+    return dataclasses.replace(manifest, fingerprint=fingerprint)
+
+
+def _by_first_names(found: Iterable[Mismatch], aside: Mapping[str, str]) -> list[Mismatch]:
+    """Return mismatches of `_with_links_aside` with the names that the files have for the user."""
+    names = {second: path for path, second in aside.items()}
+    return [
+        dataclasses.replace(each, what=names.get(each.what, each.what), path=names.get(each.path, each.path))
+        for each in found
+    ]
+
+
+def unusable_files(store: Store, image: Image) -> list[Mismatch]:
+    """Return the mismatches of files that no kernel can do without which starts from an image as from a template.
+
+    Changed data is accepted there, and a file that is missing is put back if the image has a copy of it, or will have.
+    """
+    aside, kept = links.set_aside(image.manifest), kept_files.of_image(image)
+    manifest = _with_links_aside(image.manifest, aside)
+    found = compatibility.file_mismatches(manifest, store, accept_changed_files=True)
+    hard = [each for each in _by_first_names(found, aside) if each.hard]
+    return [each for each in hard if each.field != "file_missing" or not (each.path in kept and kept[each.path].kept)]
 
 
 def _require_known(point: Image, files: FilesChoice) -> None:
@@ -108,71 +132,146 @@ def settle(
     differing = {each.path for each in found if each.field in _FILES and each.hard}
     compared = {path: file for path, file in kept.items() if file.copy or not file.stamped}
     differing |= {path for path, file in compared.items() if kept_files.differs(aside.get(path, path), file)}
-    then, now, open_ = [], set(), []
-    for path in sorted(differing):
-        can = path in kept and kept[path].kept
-        wanted = files.get(path) if isinstance(files, Mapping) else files
-        if can and (wanted == THEN or kept_files.is_memory(path)):
-            then.append(path)
-        elif wanted == NOW:
-            now.add(path)
-        else:
-            open_.append(path)
-    accepting = compare(True) if now or open_ else []
-    if open_ and insist:
-        stuck = {each.path for each in accepting if each.field in _FILES and each.hard}
-        without_copy = {path for path in open_ if (files.get(path) if isinstance(files, Mapping) else files) == THEN}
-        located = [(path, aside.get(path, path)) for path in open_]
-        described = [_described(path, at, kept.get(path), may_stay=path not in stuck) for path, at in located]
-        raise _differ(described, {path: _why_not_kept(path, image, kept.get(path)) for path in sorted(without_copy)})
+    chosen = {path: files.get(path) if isinstance(files, Mapping) else files for path in differing}
+    then = sorted(
+        path
+        for path in differing
+        if path in kept and kept[path].kept and (chosen[path] == THEN or kept_files.is_memory(path))
+    )
+    now = {path for path in differing if chosen[path] == NOW and path not in then}
+    asked = {path for path in differing if insist and not (path in then and kept_files.is_memory(path))}
+    not_then = {path: _why_not_then(path, image, kept.get(path)) for path in asked}
+    accepting = compare(True) if differing - {*then} or any(not_then.get(path) for path in then) else []
+    if insist:
+        not_now = {
+            each.path: f"wanted {each.wanted}, found {each.found}"
+            for each in accepting
+            if each.field in _FILES and each.hard
+        }
+        choices = [
+            FileChoices(path, aside.get(path, path), kept.get(path), chosen[path], why, not_now.get(path, ""))
+            for path, why in sorted(not_then.items())
+        ]
+        if open_ := [each for each in choices if not each.is_settled]:
+            raise _differ(open_, image)
     settled = {*then, *now}
     left = [each for each in found if each.field not in _FILES or each.path not in settled]
     return left + [each for each in accepting if each.field in _FILES and each.path in now], then
 
 
-def _described(path: str, at: str, file: KeptFile | None, *, may_stay: bool) -> dict[str, Any]:
-    try:
-        facts = os.lstat(at)
-        now = {"bytes": facts.st_size, "mtime": facts.st_mtime}
-    except OSError:
-        now = None
-    then = {"bytes": file.bytes, "mtime": file.mtime / 1e9} if file is not None else None
-    choices = [THEN] * (file is not None and file.kept) + [NOW] * (may_stay and now is not None)
-    return {"path": path, "then": then, "now": now, "choices": choices}
+@dataclass(frozen=True)
+class FileChoices:
+    """The choices for a file that is not as it was: by ``chosen``, or which there are.
+
+    ``at``: where it is now.  ``not_then``, ``not_now``: why it cannot be put back as it was, or be used as it is.
+    """
+
+    path: str
+    at: str
+    kept: KeptFile | None
+    chosen: str | None
+    not_then: str
+    not_now: str
+
+    @property
+    def choices(self) -> list[str]:
+        """The choices that can be done."""
+        return [THEN] * (not self.not_then) + [NOW] * (not self.not_now)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether one that can be done is chosen."""
+        return self.chosen in self.choices
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the file as JSON-serialisable data, with its size and time then and now."""
+        try:
+            facts = os.lstat(self.at)
+            now = {"bytes": facts.st_size, "mtime": facts.st_mtime}
+        except OSError:
+            now = None
+        then = {"bytes": self.kept.bytes, "mtime": self.kept.mtime / 1e9} if self.kept is not None else None
+        return {"path": self.path, "then": then, "now": now, "choices": self.choices}
 
 
-def _why_not_kept(path: str, image: Image, file: KeptFile | None) -> str:
-    """Return why a save point has no copy of a file."""
+def _why_not_then(path: str, image: Image, file: KeptFile | None) -> str:
+    """Return why a file cannot be put back as it was at a save point; empty if it can be."""
+    if file is not None and file.kept:
+        return kept_files.obstacle(path, file, image.path)
     was = image.manifest.fingerprint.get("files", {}).get(path, {})
     if stat.S_ISDIR(was.get("mode") or 0):
-        return "it is a directory"
-    if was.get("code"):
-        return "program code is copied on Btrfs and XFS only"
-    if file is None and not was.get("writes"):
-        return "it was only read, and only small files are copied then"
-    if file is not None and not file.mode & stat.S_IRUSR:
-        return "its owner may not read it"
-    return "it was too large (`save_point_file_bytes`), or the disk was full"
+        why = "it is a directory"
+    elif was.get("code"):
+        why = "program code is copied on Btrfs and XFS only"
+    elif file is None and not was.get("writes"):
+        why = "it was only read, and only small files are copied then"
+    elif file is not None and not file.mode & stat.S_IRUSR:
+        why = "its owner may not read it"
+    else:
+        why = "it was too large (`save_point_file_bytes`), or the disk was full"
+    return f"the save point has no copy of it, as {why}"
 
 
-def _differ(files: list[dict[str, Any]], without_copy: Mapping[str, str]) -> FilesDiffer:
-    """Return the error about files without a choice.  ``without_copy``: why some cannot be as they were, as chosen."""
-    if without_copy:
-        path, why = next(iter(without_copy.items()))
-        more = f" (and {len(without_copy) - 1} more)" if len(without_copy) > 1 else ""
-        usable = all(NOW in each["choices"] for each in files if each["path"] in without_copy)
-        hint = "Choose `now` for such a file, which leaves it as it is; or put it back as it was, and try again."
-        hint = hint if usable else "Put it back as it was, and try again."
-        message = f"{path}{more} cannot be put back as it was then: the save point has no copy of it, as {why}."
-        return FilesDiffer(message, hint=hint, files=files)
-    named = ", ".join(each["path"] for each in files[:3]) + (f" and {len(files) - 3} more" if files[3:] else "")
-    return FilesDiffer(f"Files are not as they were at the save point: {named}.", files=files)
+def _differ(files: list[FileChoices], image: Image) -> FilesDiffer:
+    """Return the error about files without a choice that can be done, with those that can."""
+    details = [each.as_dict() for each in files]
+    not_then = [each for each in files if each.chosen == THEN]
+    refused = not_then or [each for each in files if each.chosen == NOW]
+    if refused:
+        first, more = refused[0], f" (and {len(refused) - 1} more)" if refused[1:] else ""
+        message = f"{first.path}{more} cannot be put back as it was then: {first.not_then}."
+        if not not_then:
+            message = f"{first.path}{more} cannot be used as it is now: {first.not_now}."
+    else:
+        message = f"Files are not as they were at the save point: {_listed([each.path for each in files], ', ')}."
+    return FilesDiffer(message, hint=_hint(files, refused, image), files=details)
+
+
+def _hint(files: list[FileChoices], refused: list[FileChoices], image: Image) -> str:
+    """Return what the user can do about ``files``; ``refused``: those whose choice cannot be done."""
+    able, stuck = [each for each in files if each.choices], [each for each in files if not each.choices]
+    sentences = []
+    if others := [each for each in refused if each.choices]:
+        (choice,) = others[0].choices
+        does = "leaves it as it is" if choice == NOW else "replaces it"
+        option = f"--files {shlex.quote(f'{others[0].path}={choice}')}"
+        sentences.append(
+            f"Choose `{choice}` for such a file by its path (`{option}`), which {does}; or put it back as it was, "
+            "and try again."
+        )
+    elif able and not refused:
+        sentences.append(_hint_of_choices(able))
+    if stuck:
+        used = image.manifest.fingerprint.get("files", {})
+        paths = _listed([each.path for each in stuck], ", ")
+        is_code = any(used.get(each.path, {}).get("code") for each in stuck)
+        how = " (program code: install that version again)" if is_code else ""
+        sentences.append(f"Put {paths} back as it was{how}, and try again: {stuck[0].not_then}.")
+    return " ".join(sentences)
+
+
+def _hint_of_choices(files: list[FileChoices]) -> str:
+    """Return how a user chooses for files of which each has a choice, none made."""
+    kinds = {tuple(each.choices) for each in files}
+    if kinds == {(THEN, NOW)}:
+        return FilesDiffer.default_hint
+    if kinds == {(THEN,)}:
+        return "There is one choice: as it was then, which replaces it (`--files then`)."
+    if kinds == {(NOW,)}:
+        return "There is one choice: as it is now (`--files now`)."
+    each_one = _listed([f"{each.path}: {' or '.join(each.choices)}" for each in files], "; ")
+    return f"Choose for each (`--files PATH=then PATH=now`): {each_one}."
+
+
+def _listed(texts: list[str], separator: str) -> str:
+    return separator.join(texts[:3]) + (f" and {len(texts) - 3} more" if texts[3:] else "")
 
 
 def put_files_back(image: Image, paths: Iterable[str], files: Readable, present: Image | None) -> None:
     """Replace files by those that a save point has kept; ``present``: has noted which, for its own wake.
 
-    Raises `MissingFile`, `ImageDamaged`, `StoreUnwritable`.
+    A directory that is gone is made again, for the user alone: of directories nothing is kept.  Raises `MissingFile`,
+    `ImageDamaged`, `StoreUnwritable`.
     """
     kept, paths = kept_files.of_image(image), list(paths)
     if not paths:
@@ -182,11 +281,14 @@ def put_files_back(image: Image, paths: Iterable[str], files: Readable, present:
             write_atomically(layout.mark(present.path, layout.REPLACED), json.dumps(paths), durable=True)
     directory = files.criu_directory / layout.KEPT
     for path in paths:
+        folder = Path(path).parent
         try:
+            folder.mkdir(0o700, parents=True, exist_ok=True)
             kept_files.put_back(path, kept[path], directory)
         except OSError as error:
-            folder = Path(path).parent
-            hint = f"Allow new files in {folder}, or go back with the file as it is now (`--files now`)."
+            hint = f"Allow new files in {folder}."
+            if os.path.lexists(path):
+                hint = f"Allow new files in {folder}, or go back with the file as it is now (`--files now`)."
             if not folder.is_dir():
                 hint = f"Make the directory {folder} again, and try again."
             raise MissingFile(f"{path} cannot be put back: {error.strerror}.", hint=hint, culprit=path) from error
@@ -200,9 +302,6 @@ def put_missing_files_back(store: Store, image: Image) -> None:
     missing = [path for path, file in kept_files.of_image(image).items() if file.kept and not os.path.lexists(path)]
     if missing:
         with store.readable(image) as files:
-            for path in missing:
-                with contextlib.suppress(OSError):
-                    Path(path).parent.mkdir(0o700, parents=True, exist_ok=True)
             put_files_back(image, missing, files, None)
 
 

@@ -48,6 +48,7 @@ def match(attempt: Attempt) -> None:
     assert kernel.image is not None
     if kernel.completion is not None and kernel.completion.id == kernel.image.id:
         kernel.image = completing.completed(kernel)
+    store.require_private()  # before anything is done that a manifest says
     image = store.get(kernel.image.id)
     ahead = kernel.ahead.hand_over(image) if kernel.ahead is not None else None
     attempt.lease, attempt.verification = ahead or (image.lease(MOMENT), None)

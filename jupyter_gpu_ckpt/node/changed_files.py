@@ -37,7 +37,12 @@ class Judge:
 
     @property
     def how_to_accept(self) -> str:
-        return f"`jupyter gpu-ckpt match {self.image} --accept-changed-files`"
+        return how_to_accept(self.image)
+
+
+def how_to_accept(image: str) -> str:
+    """Return, for advice, the command by which the changed files of an image are accepted."""
+    return f"`jupyter gpu-ckpt match {image} --accept-changed-files`"
 
 
 def changed_files(wanted: Mapping[str, Facts], found: Mapping[str, Facts | None], judge: Judge) -> Iterator[Mismatch]:

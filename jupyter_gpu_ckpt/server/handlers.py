@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadRequest, StateError
+from ..kernel.host import BRANCH_FLAGS
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.plans import State
 from ..lifecycle.preflight import require
@@ -20,8 +21,6 @@ __all__ = ["HANDLERS", "METHODS", "Extension"]
 
 OPENAPI = Path(__file__).with_name("openapi.yaml")
 _PARAMETERS = {"restore": {"gpu_map", "accept_changed_files"}, "suspend": {"when"}, "checkpoint": {"when"}}
-#: Fields of a request for a branch that are those of `BranchPoint`.
-_BRANCH_FLAGS = ("reseed", "accept_differences", "accept_changed_files")
 
 #: The method that a request of each verb runs.
 VERBS: Mapping[str, Callable[..., Awaitable[Any]]] = {
@@ -103,13 +102,13 @@ class BranchHandler(Handler):
 
     async def post(self, kernel_id: str) -> None:
         """Begin a branch; the job's result has the id of the new kernel, and the path of its notebook."""
-        provisioner, body = self.checkpointable(kernel_id), self.body({"save_point", *_BRANCH_FLAGS})
+        provisioner, body = self.checkpointable(kernel_id), self.body({"save_point", *BRANCH_FLAGS})
         name = body.get("save_point", "")
         if not isinstance(name, str):
             raise BadRequest("save_point is the name of a save point.")
-        if not all(isinstance(body.get(flag, False), bool) for flag in _BRANCH_FLAGS):
-            raise BadRequest(f"{', '.join(_BRANCH_FLAGS)} are true or false.")
-        flags = {flag: body[flag] for flag in _BRANCH_FLAGS if flag in body}
+        if not all(isinstance(body.get(flag, False), bool) for flag in BRANCH_FLAGS):
+            raise BadRequest(f"{', '.join(BRANCH_FLAGS)} are true or false.")
+        flags = {flag: body[flag] for flag in BRANCH_FLAGS if flag in body}
 
         async def branch() -> dict[str, Any]:
             started = await provisioner.branch(name, **flags)

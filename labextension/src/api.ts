@@ -101,7 +101,12 @@ export interface IErrorDetail {
   message: string;
   hint: string;
   left: string;
+  /** Of `FILES_DIFFER`: the files, and the choices that can be done for each. */
+  details?: { files?: { path: string; choices: FilesChoice[] }[] };
 }
+
+/** Files as they were at a save point, or as they are now. */
+export type FilesChoice = 'then' | 'now';
 
 export interface IJob {
   id: string;

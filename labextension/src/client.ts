@@ -4,6 +4,7 @@ import { URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
 
 import type {
+  FilesChoice,
   IBackJob,
   IBranchJob,
   IBranchPlan,
@@ -85,7 +86,7 @@ export class Client {
   }
 
   /** `files`: what the kernel gets of files that are not as they were. */
-  back(id: string, name: string, files: 'then' | 'now' | null, notebook: boolean): Promise<IBackJob> {
+  back(id: string, name: string, files: FilesChoice | null, notebook: boolean): Promise<IBackJob> {
     const body = { name, ...(files && { files }), ...(notebook && { notebook }) };
     return this.send('POST', ['kernels', id, 'back'], JSON.stringify(body));
   }

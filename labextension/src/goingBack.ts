@@ -4,7 +4,7 @@ import { Dialog, showDialog } from '@jupyterlab/apputils';
 import { PathExt } from '@jupyterlab/coreutils';
 import type { NotebookPanel } from '@jupyterlab/notebook';
 
-import type { IBackJob, ISavePoint } from './api';
+import type { FilesChoice, IBackJob, ISavePoint } from './api';
 import { Refused } from './client';
 import type { IContext } from './context';
 import { followed } from './jobs';
@@ -31,7 +31,7 @@ export async function goBack(
   if (!button.accept || (withNotebook && !(await saved(context, notifier, kernel)))) {
     return;
   }
-  const back = async (files: 'then' | 'now' | null) => {
+  const back = async (files: FilesChoice | null) => {
     const begun = client.back(kernel.id, point.name, files, withNotebook);
     await kernels.request(kernel.id, 'back', () => begun);
     return begun;
@@ -60,15 +60,20 @@ function isAboutFiles(error: unknown): error is Refused {
 }
 
 /** What the kernel gets of files that are not as they were; null: the user does not go back. */
-async function chooseFiles({ trans }: IContext, error: Refused): Promise<'then' | 'now' | null> {
-  const then = Dialog.okButton({ label: trans.__('Put files back') });
-  const now = Dialog.okButton({ label: trans.__('Leave files as they are') });
+/** Ask what becomes of files, among the choices that can be done for all of them; without one, say what to do. */
+async function chooseFiles({ trans }: IContext, error: Refused): Promise<FilesChoice | null> {
+  const files = error.detail?.details?.files ?? [];
+  const labels: Record<FilesChoice, string> = {
+    then: trans.__('Put files back'),
+    now: trans.__('Leave files as they are')
+  };
+  const choices = (['then', 'now'] as const).filter(choice => files.every(file => file.choices.includes(choice)));
   const { button } = await showDialog({
     title: trans.__('Some files are not as they were'),
-    body: error.message,
-    buttons: [Dialog.cancelButton(), then, now]
+    body: choices.length > 0 ? error.message : `${error.message} ${error.detail?.hint ?? ''}`,
+    buttons: [Dialog.cancelButton(), ...choices.map(choice => Dialog.okButton({ label: labels[choice] }))]
   });
-  return button.label === then.label ? 'then' : button.label === now.label ? 'now' : null;
+  return choices.find(choice => labels[choice] === button.label) ?? null;
 }
 
 /** The open notebooks of a kernel. */

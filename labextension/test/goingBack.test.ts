@@ -9,6 +9,8 @@ import { nullTranslator } from './translation';
 /** The titles of the dialogs that were shown, and whether each is accepted; the checkbox is as in `mockChecked`. */
 const mockTitles: string[] = [];
 const mockRefused = new Set<string>();
+/** Labels of the buttons and text of the last dialog. */
+let mockShown: [string[], unknown] = [[], ''];
 let mockChecked = true;
 
 jest.mock('@jupyterlab/apputils', () => ({
@@ -17,8 +19,10 @@ jest.mock('@jupyterlab/apputils', () => ({
     okButton: (options: object) => options,
     warnButton: (options: object) => options
   },
-  showDialog: ({ title, checkbox, buttons }: { title: string; checkbox?: object | null; buttons: object[] }) => {
+  showDialog: (shown: { title: string; body: unknown; checkbox?: object | null; buttons: { label: string }[] }) => {
+    const { title, body, checkbox, buttons } = shown;
     mockTitles.push(title);
+    mockShown = [buttons.map(({ label }) => label), body];
     const accept = !mockRefused.has(title);
     return Promise.resolve({
       button: { ...buttons[accept ? 1 : 0], accept },
@@ -127,6 +131,21 @@ test('files that differ are a question, and its answer goes with the notebook', 
   expect(await start([mine])).toEqual(['Go back to p?', 'Some files are not as they were']);
   expect(client.back).toHaveBeenLastCalledWith('a', 'p', 'then', true);
   expect(mine.done).toEqual(['revert']);
+});
+
+test.each([
+  [[['then', 'now'], ['then']], ['cancel', 'Put files back'], 'Differ.', 'then'],
+  [[['now']], ['cancel', 'Leave files as they are'], 'Differ.', 'now'],
+  [[['then'], ['now']], ['cancel'], 'Differ. Choose for each.', null],
+  [[[], ['then']], ['cancel'], 'Differ. Choose for each.', null]
+])('only choices that can be done for all files are offered (%j)', async (choices, labels, text, chosen) => {
+  const details = { files: choices.map((each, index) => ({ path: `/${index}`, choices: each as ('then' | 'now')[] })) };
+  const differ = { code: 'FILES_DIFFER', message: 'Differ.', hint: 'Choose for each.', left: '', details };
+  client.back.mockRejectedValueOnce(new Refused(409, 'Differ.', differ)).mockResolvedValueOnce(job);
+  await start([open('a.ipynb', 'a', false)]);
+  expect(mockShown).toEqual([labels, text]);
+  expect(client.back).toHaveBeenCalledTimes(chosen === null ? 1 : 2);
+  expect(client.back).toHaveBeenLastCalledWith('a', 'p', chosen, true);
 });
 
 test('a kernel that did not go back leaves the notebook alone', async () => {

@@ -174,6 +174,7 @@ async def test_nothing_is_released_when_the_kernel_stays(kernel):
         ("--save a --drop a", "--delete alone"),
         ("--branch a --delete b", "--delete alone"),
         ("--branch --suspend", "--delete alone"),
+        ("--save a --accept-changed-files", "are for --branch"),
         ("--save ''", "a value that is not empty"),
         ("--delete ''", "a value that is not empty"),
         ("--save a --files then", "--files goes with --back"),

@@ -58,7 +58,7 @@ def test_verify(store, run):
 
 
 def test_check_names_every_image_and_what_is_wrong_with_it(store, run):
-    assert run("check")[:2] == (0, {"images": []})
+    assert run("check")[:2] == (0, {"images": [], "refused": None})
     good, damaged, unreadable = (publish(store, kernel_id=name) for name in ("a", "b", "c"))
     assert run("check")[0] == 0
     damage(damaged)
@@ -67,6 +67,25 @@ def test_check_names_every_image_and_what_is_wrong_with_it(store, run):
     assert status == 66
     found = {one["id"]: one["error"]["code"] if "error" in one else "ok" for one in document["images"]}
     assert found == {good.id: "ok", damaged.id: "IMAGE_DAMAGED", unreadable.id: "IMAGE_FORMAT"}
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
+def test_a_directory_that_others_can_enter_is_named_and_nothing_is_done_with_it(store, run, mode):
+    image = publish(store)
+    store.root.chmod(mode)
+    status, document, text = run("check")
+    if mode & 0o1000:  # each user's own is below such a directory
+        assert (status, document["images"], document["refused"]) == (0, [], None)
+        return
+    assert (status, document["refused"]["code"]) == (73, "STORE_SHARED")
+    assert document["images"] == [{"id": image.id, "ok": True}]
+    assert f"No kernel wakes from {store.root}" in text
+    status, document, text = run("list")
+    assert (status, document["refused"]["code"]) == (0, "STORE_SHARED")
+    assert f"No kernel wakes from {store.root}" in text
+    for command in ("match", "seal"):
+        status, document, _ = run(command, image.id)
+        assert (status, document["error"]["code"]) == (73, "STORE_SHARED")
 
 
 def test_seal_vouches_for_what_is_there(store, run):

@@ -8,9 +8,10 @@ import shutil
 
 import pytest
 from faulty import Subject
-from harness import notebook, until
+from harness import branch_of, notebook, until
 
 from jupyter_gpu_ckpt.criu.criu import Criu
+from jupyter_gpu_ckpt.errors import ImageError, StoreShared
 from jupyter_gpu_ckpt.image import layout, lease
 
 
@@ -73,7 +74,15 @@ def living_elsewhere(image, subject):
     assert lease.break_claim(image.path)
 
 
+@contextlib.contextmanager
+def opened_to_others(image, subject, mode=0o770):
+    subject.images.chmod(mode)
+    yield
+    subject.images.chmod(0o700)
+
+
 CASES = {
+    opened_to_others: "STORE_SHARED",
     edited_manifest: "IMAGE_FORGED",
     missing_seal: "IMAGE_FORGED",
     deleted_key: "IMAGE_FORGED",
@@ -96,6 +105,40 @@ async def test_nothing_that_is_not_trusted_reaches_criu(subject, monkeypatch):
     await subject.stays_away()
     await subject.wakes()
     assert started == [1]
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o711])
+async def test_a_directory_that_others_can_enter_runs_nothing_until_it_is_private(
+    subject, tmp_path, runtime_base, monkeypatch, mode
+):
+    """They could replace files of an image between its verification and CRIU's reading of them."""
+    started = []
+    # Below a sticky directory other servers look for a directory of the user's own.
+    codes = ("STORE_SHARED", "IMAGE_NOT_FOUND") if mode & 0o1000 else ("STORE_SHARED",)
+    restore = Criu.restore
+    monkeypatch.setattr(Criu, "restore", lambda *given, **more: started.append(1) or restore(*given, **more))
+    provisioner = subject.provisioner
+    point = await provisioner.save("point")
+    with opened_to_others(point, subject, mode):
+        with pytest.raises(StoreShared):
+            await provisioner.back("point")
+        assert await subject.run("print(x)") == "41"
+        with pytest.raises(ImageError) as refused:
+            async with branch_of(point.id, subject.kernel, tmp_path / "branch"):
+                pass
+        assert refused.value.code in codes
+    image = await provisioner.checkpoint()
+    with opened_to_others(image, subject, mode):
+        subject.send()
+        assert (await subject.reply())["ename"] == "STORE_SHARED"
+        with pytest.raises(ImageError) as refused:
+            async with branch_of(image.id, subject.kernel, tmp_path / "branch"):
+                pass
+        assert refused.value.code in codes
+        error = await subject.fails(provisioner.restore, "STORE_SHARED")
+        assert error.left == f"the image is kept as {image.id}"
+    assert started == []
+    assert await subject.run("print(x)") == "41"
 
 
 async def test_memory_that_is_not_what_was_saved_runs_not_one_instruction(subject, tmp_path):

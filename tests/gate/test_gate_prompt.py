@@ -31,7 +31,7 @@ def test_a_prompt_is_shown_at_once_and_answered_while_the_cell_runs(up):
     client.get_shell_msg(timeout=DEADLINE)
     cell = client.execute("ask({'verb': 'status', 'now': True}); print(answered.wait(60), answers)")
     until(lambda: up.asked, "the question came")
-    assert up.asked == [{"verb": "status", "now": True}]
+    assert up.asked == [{"verb": "status", "now": True, "requested": []}]
     assert up.gate.request("an_answer_request", {"image": 1}, DEADLINE, "control") == {"status": "ok"}
     seen = outputs(client, cell)
     # ipykernel may send what is printed in more than one piece.
@@ -40,6 +40,34 @@ def test_a_prompt_is_shown_at_once_and_answered_while_the_cell_runs(up):
     assert others == ["busy", "execute_input", "idle"], "the control request and its status are unseen"
     assert "".join(piece["content"]["text"] for piece in pieces) == "True [{'image': 1}]\n"
     assert up.gate.state == "open"
+
+
+def test_a_request_that_is_answered_at_once_has_what_the_cell_has_requested_before(up):
+    client = up.client()
+    outputs(client, client.execute(ASK))
+    client.get_shell_msg(timeout=DEADLINE)
+    reply(client, client.execute("ask({'verb': 'save', 'name': 'a'}); ask({'verb': 'may', 'now': True})"))
+    until(lambda: len(up.asked) == 2, "both came")
+    assert up.asked[0] == {"verb": "may", "now": True, "requested": [{"verb": "save", "name": "a"}]}
+    assert up.asked[1] == {"verb": "save", "name": "a"}
+
+
+def test_cells_stay_queued_at_a_release_for_a_verb_that_follows(world):
+    follows = [True]
+    world.gate = world.new_gate(keeps_queueing=lambda: follows[0])
+    world.gate.start()
+    world.gate.open(DEADLINE)
+    client = world.client()
+    world.gate.release()
+    assert world.gate.state == "draining"
+    cell = client.execute("1 + 1")
+    until(lambda: world.gate.queued == 1, "the cell was kept")
+    world.gate.drain(DEADLINE)
+    follows.clear()
+    follows.append(False)
+    world.gate.release()
+    assert reply(client, cell)["content"]["status"] == "ok"
+    assert world.gate.state == "open"
 
 
 def test_the_next_cell_is_queued_as_soon_as_the_requesting_cell_ended(up):

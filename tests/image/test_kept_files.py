@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,3 +118,32 @@ def test_a_copy_that_is_not_what_was_saved_replaces_nothing(tmp_path):
         kept_files.put_back(str(path), kept_files.KeptFile(**facts), tmp_path / "kept")
     assert path.read_text() == "as now"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "kept"]
+
+
+def test_what_stands_in_the_way_of_a_file_shows_before(tmp_path, monkeypatch):
+    file, path = kept_files.KeptFile(10, 0, 0o600, copy="0"), tmp_path / "a" / "b" / "file"
+
+    def found(uid: int = 1000) -> str:
+        with monkeypatch.context() as patched:
+            patched.setattr("os.geteuid", lambda: uid)
+            return kept_files.obstacle(str(path), file, tmp_path)
+
+    assert found() == ""  # its directories can be made
+    path.mkdir(parents=True)
+    assert found() == "a directory has its name"
+    path.rmdir()
+    path.touch()
+    assert found() == ""
+    path.parent.chmod(0o1777)
+    own = path.stat().st_uid
+    assert found(own) == found(0) == ""
+    assert found(own + 1) == f"it is another user's, and in {path.parent} only its owner can replace it"
+    with monkeypatch.context() as patched:
+        patched.setattr("os.access", lambda directory, mode: False)  # root may write to each
+        assert found() == f"no file can be made in {path.parent}"
+    path.parent.chmod(0o700)
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda directory: SimpleNamespace(free=9))
+        assert found() == ""  # its copy is on the same disk
+        elsewhere = kept_files.obstacle(str(path), file, Path("/proc"))
+        assert elsewhere == f"there is no space for it in {path.parent}"

@@ -160,10 +160,19 @@ def test_a_comparison_says_only_what_the_summaries_prove():
     assert not more["complete"]
 
 
-@pytest.mark.parametrize("name", ["", " x", "x ", "a/b", "a\\b", "a\nb", ".a", "a\x9b", "x" * 81])
+#: A lone surrogate, marks of direction, a blank without width, separators of lines, a byte of a file's name.
+UNSEEN = ["\ud800", "a\udfff", "\u202eevil", "a\u2066b", "a\u200bb", "a\ufeff", "a\u2028b", "a\u2029b", "\udcff"]
+
+
+@pytest.mark.parametrize("name", ["", " x", "x ", "a/b", "a\\b", "a\nb", ".a", "a\x9b", "x" * 81, *UNSEEN])
 def test_names_that_save_points_cannot_have(store, name):
     with pytest.raises(BadRequest):
         save_point.require_free_name(store.images(), FACTS.kernel_id, name)
+
+
+@pytest.mark.parametrize("name", ["résumé", "保存点 1", "step_3 (lr=1e-3)", "🚀"])
+def test_names_in_any_language(store, name):
+    save_point.require_free_name(store.images(), FACTS.kernel_id, name)
 
 
 def test_a_name_is_used_once_by_each_kernel(store):

@@ -55,6 +55,7 @@ from pathlib import Path
 from jupyter_gpu_ckpt.doctor import checks as doctor
 from jupyter_gpu_ckpt.errors import GpuCkptError
 from jupyter_gpu_ckpt.image import user_directory as directory
+from jupyter_gpu_ckpt.image.store import Store
 uid, named = int(sys.argv[1]), Path(sys.argv[2])
 doctor.diagnose(named)
 os.setgroups([]); os.setgid(uid); os.setuid(uid); os.umask(0)
@@ -63,6 +64,10 @@ print(shown.ok, shown.message, "|", shown.fix)
 try:
     directory.prepare(named)
     print(directory.of_user(named))
+except GpuCkptError as error:
+    print(error.code, error.message, "|", error.hint)
+try:
+    print(Store(named).images())
 except GpuCkptError as error:
     print(error.code, error.message, "|", error.hint)
 """
@@ -96,7 +101,7 @@ def reachable():
 @AS_ROOT
 def test_two_users_share_roots_directory(reachable):
     for uid in (ADA, BOB):
-        shown, own = of(uid, reachable)
+        shown, own, _ = of(uid, reachable)
         assert shown.startswith("True")
         assert own == f"{reachable}/{uid}"
     for uid in (ADA, BOB):
@@ -119,12 +124,23 @@ def test_two_users_share_roots_directory(reachable):
 def test_a_fault_of_a_shared_directory_is_reported_and_not_changed(reachable, change, advice):
     change(reachable)
     before = reachable.stat().st_mode, sorted(reachable.iterdir())
-    shown, refused = of(ADA, reachable)
+    shown, refused, _ = of(ADA, reachable)
     assert shown.startswith("False")
     assert refused.startswith("STORE_SHARED")
     assert advice in shown
     assert advice in refused
     assert (reachable.stat().st_mode, sorted(reachable.iterdir())) == before
+
+
+@AS_ROOT
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [(lambda path: path.chmod(0o700), "STORE_SHARED"), (lambda path: path.parent.chmod(0o700), "STORE_UNWRITABLE")],
+    ids=["itself", "its parent"],
+)
+def test_the_images_of_a_directory_that_the_user_cannot_enter(reachable, change, code):
+    change(reachable)
+    assert of(ADA, reachable)[2].startswith(code)
 
 
 @AS_ROOT

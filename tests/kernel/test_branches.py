@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -17,6 +18,7 @@ from jupyter_client.multikernelmanager import AsyncMultiKernelManager
 from jupyter_client.provisioning import KernelProvisionerFactory
 from traitlets.config import Config
 
+from jupyter_gpu_ckpt.cli import main
 from jupyter_gpu_ckpt.errors import BranchDiffers, BranchUnsafe, CriuError, GpuCkptError
 from jupyter_gpu_ckpt.image.branch import NewKernel, copy
 from jupyter_gpu_ckpt.image.save_point import SavePoint
@@ -199,13 +201,35 @@ async def test_a_branch_that_cannot_be_restored_leaves_only_the_image_it_came_fr
         async with branch_of(image.id, kernel, tmp_path / "branch"):
             pass
     assert refused.value.left == f"the image is kept as {image.id}"
-    assert image.id in refused.value.hint
+    assert "`--accept-changed-files`" in refused.value.hint
     assert [each.id for each in kernel.lifecycle.engine.store.images()] == images == [image.id]
     assert not [*(tmp_path / "images").glob(".draft-*")]
     assert sorted(runtime_base.iterdir()) == directories
     assert len(alive(descendants(os.getpid()))) <= processes
     async with branch_of(image.id, kernel, tmp_path / "branch", accept_changed_files=True) as branch:
         assert await branch.run("print(x, log.read())") == "41 others write to it"
+
+
+async def test_changed_files_of_a_save_point_are_accepted_for_a_branch_by_itself_or_for_all(kernel, tmp_path):
+    """The error names the save point, never the image of the branch, which is deleted."""
+    await kernel.run("logs = [open(name, 'w+') for name in ('one', 'two')]; x = 41")
+    image = await kernel.provisioner.save("point")
+    for name in ("one", "two"):
+        (tmp_path / name).write_text("others write to it")
+    with pytest.raises(CriuError) as refused:
+        async with branch_of(image.id, kernel, tmp_path / "branch"):
+            pass
+    error = refused.value
+    assert error.hint.endswith("Or accept it as it is: begin the branch with `--accept-changed-files`.")
+    assert f"(and 1 more: `jupyter gpu-ckpt match {image.id}` lists them)" in error.message
+    named = re.findall(r"[0-9]{8}T[0-9]{6}-[0-9a-f-]+", json.dumps(error.as_dict()))
+    assert set(named) == {image.id}
+    async with branch_of(image.id, kernel, tmp_path / "branch", accept_changed_files=True) as branch:
+        assert await branch.run("print(x, logs[0].read())") == "41 others write to it"
+    images = ["--image-dir", str(tmp_path / "images")]
+    assert await asyncio.to_thread(main, ["match", image.id, "--accept-changed-files", *images]) == 0
+    async with branch_of(image.id, kernel, tmp_path / "branch") as branch:
+        assert await branch.run("print(x, logs[1].read())") == "41 others write to it"
 
 
 async def test_a_branch_keeps_its_directory_when_the_other_kernel_ends_and_leaves_none(kernel, tmp_path, runtime_base):

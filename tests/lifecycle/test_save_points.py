@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _ctypes
+import _json
 import errno
 import functools
 import os
@@ -27,10 +29,12 @@ from jupyter_gpu_ckpt.errors import (
     FilesDiffer,
     GpuCkptError,
     MissingFile,
+    NoSpace,
     SavePointExists,
     SavePointNotFound,
     StateError,
 )
+from jupyter_gpu_ckpt.files import clone
 from jupyter_gpu_ckpt.image import kept_files, layout, save_point, shared_chunks
 from jupyter_gpu_ckpt.image.draft import Draft
 from jupyter_gpu_ckpt.image.save_point import SavePoint
@@ -211,6 +215,67 @@ async def test_the_next_cells_find_a_save_point_that_is_not_published_yet(kernel
     assert re.search(r"^x +changed", await kernel.run("%gpu_checkpoint --compare one"), re.MULTILINE)
 
 
+async def said(kernel, *cells: str) -> list[str]:
+    """Send the cells at once; of each what it printed, or the code of the error."""
+    printed: dict[str, str] = {kernel.client.execute(cell): "" for cell in cells}
+    ended: set[str] = set()
+    while ended < printed.keys():
+        message = await kernel.client.get_iopub_msg(timeout=60)
+        id, content = message["parent_header"].get("msg_id"), message["content"]
+        if id in printed:
+            printed[id] += content.get("text", "") if message["msg_type"] == "stream" else ""
+            printed[id] += content["evalue"] if message["msg_type"] == "error" else ""
+            ended |= {id} if content.get("execution_state") == "idle" else set()
+    return [text.strip() for text in printed.values()]
+
+
+async def test_no_cell_runs_between_a_save_and_a_going_back_of_one_cell(kernel):
+    await kernel.run("x = 'first'; y = []\n%gpu_checkpoint --save a")
+    await kernel.run("x = 'second'")
+    magics = "%gpu_checkpoint --save c\n%gpu_checkpoint --back a"
+    kernel.client.execute(magics)
+    while (await kernel.client.get_shell_msg(timeout=60))["content"].get("status") != "ok":
+        pass
+    assert (await said(kernel, "y.append(x)", "print(x, y)"))[1] == "first ['first']"
+    assert await kernel.run("print(x, y)") == "first ['first']"
+    await kernel.provisioner.back("c")
+    assert await kernel.run("print(x, y)") == "second []"
+
+
+async def test_a_cell_that_fails_to_save_before_it_goes_back_says_so_in_the_next_one(kernel, monkeypatch):
+    await kernel.run("x = 1\n%gpu_checkpoint --save a")
+    await kernel.run("x = 2")
+
+    def fail(*_: object, **__: object) -> None:
+        raise NoSpace("The disk is full.")
+
+    monkeypatch.setattr(kernel.lifecycle, "save", fail)
+    await kernel.run("%gpu_checkpoint --save c\n%gpu_checkpoint --back a")
+    assert "NO_SPACE" in await kernel.run("print(x)", stream="stderr")
+    assert await kernel.run("print(x)") == "1"
+
+
+async def test_what_a_cell_requests_after_it_has_requested_to_go_back_is_refused(kernel):
+    await kernel.run("import time; x = 1\n%gpu_checkpoint --save a")
+    await kernel.run("x = 2\n%gpu_checkpoint --save b")
+    await kernel.run("x = 3\n%gpu_checkpoint --saves")
+    for later in ("--back b", "--save c", "--branch b"):
+        [refused] = await said(kernel, f"%gpu_checkpoint --back a\n%gpu_checkpoint {later}")
+        assert "goes back to 'a', which is done before this" in refused
+        assert await kernel.run("print(x); x = 3") == "1"
+    sent = await said(kernel, "%gpu_checkpoint --back b\ntime.sleep(1)", "%gpu_checkpoint --back a", "x = 4")
+    assert "goes back to 'b', which is done before this" in sent[1]
+    assert await kernel.run("print(x)") == "2"
+    [refused] = await said(kernel, "x = 5\n%gpu_checkpoint --save c\n%gpu_checkpoint --back c")
+    assert refused.endswith("The save point 'c' is made when the cells that run or wait have ended.")
+    [refused] = await said(kernel, "%gpu_checkpoint --save d\n%gpu_checkpoint --save d")
+    assert refused.endswith("A cell has requested a save point 'd' already.")
+    [refused] = await said(kernel, "%gpu_checkpoint --branch\n%gpu_checkpoint --back c")
+    assert refused.endswith("A branch from this kernel as it is now begins when this cell has ended.")
+    await kernel.run("x = 6\n%gpu_checkpoint --back c")
+    assert await kernel.run("print(x)") == "5"
+
+
 async def test_a_suspended_kernel_is_saved_as_it_is(kernel):
     await kernel.run("x = 1")
     await kernel.provisioner.suspend()
@@ -303,20 +368,73 @@ async def test_files_are_as_then_or_as_now_and_never_overwritten_without_a_word(
     assert await kernel.run("print(n)") == "9"
 
 
-async def test_a_file_whose_directory_has_gone_comes_back_with_its_attributes_once_the_directory_is_there(
-    kernel, tmp_path
-):
-    made = "import os; os.mkdir('day'); log = open('day/log', 'w'); log.write('then'); log.flush()"
-    await kernel.run(f"{made}; os.setxattr('day/log', 'user.origin', b'then')")
+async def test_a_file_whose_directory_has_gone_comes_back_with_its_attributes_and_its_directory(kernel, tmp_path):
+    made = "import os; os.makedirs('a/day'); log = open('a/day/log', 'w'); log.write('then'); log.flush()"
+    await kernel.run(f"{made}; os.setxattr('a/day/log', 'user.origin', b'then')")
     await kernel.provisioner.save("one")
-    await kernel.run("import shutil; shutil.rmtree('day'); x = 41")
-    with pytest.raises(MissingFile) as caught:
-        await kernel.provisioner.back("one", "then")
-    assert f"Make the directory {tmp_path}/day again" in caught.value.hint
-    assert await kernel.run("print(x)") == "41"
-    (tmp_path / "day").mkdir()
-    await kernel.provisioner.back("one", "then")
-    assert await kernel.run("print(os.getxattr(log.fileno(), 'user.origin'), open('day/log').read())") == "b'then' then"
+    await kernel.run("import shutil; shutil.rmtree('a'); x = 41")
+    before = await kernel.provisioner.back("one", "then")
+    read = "print(os.getxattr(log.fileno(), 'user.origin'), open('a/day/log').read())"
+    assert await kernel.run(read) == "b'then' then"
+    assert (tmp_path / "a" / "day").stat().st_mode & 0o7777 == 0o700
+    facts = save_point.of_image(before)
+    assert facts is not None
+    await kernel.provisioner.back(facts.name)
+    assert await kernel.run("print(x, log.tell())") == "41 4"
+
+
+async def test_only_choices_that_can_be_done_are_offered_and_others_are_refused_before(kernel, tmp_path, monkeypatch):
+    """A directory that cannot be made again, a file that is gone, one of which there is no copy."""
+    monkeypatch.setattr(clone, "_FICLONE", 0)
+    kernel.lifecycle.kernel.settings = replace(kernel.lifecycle.kernel.settings, kept_file_bytes=100)
+    made = "import os; os.mkdir('day'); log = open('day/log', 'w'); log.write('then'); log.flush()"
+    await kernel.run(f"{made}; gone = open('gone', 'w'); large = open('large', 'w'); n = large.write('a' * 200)")
+    await kernel.run("both = open('both', 'w'); large.flush(); both.flush()")
+    await kernel.provisioner.save("one")
+    await kernel.run("n = large.write('b'), both.write('b'); large.flush(); both.flush(); os.unlink('gone')")
+    kernel.steps.events.clear()
+    with pytest.raises(FilesDiffer) as caught:
+        await kernel.provisioner.back("one")
+    choices = {Path(each["path"]).name: each["choices"] for each in caught.value.details["files"]}
+    assert choices == {"both": ["then", "now"], "gone": ["then"], "large": ["now"]}
+    offered = f"{tmp_path}/both: then or now; {tmp_path}/gone: then; {tmp_path}/large: now"
+    assert caught.value.hint == f"Choose for each (`--files PATH=then PATH=now`): {offered}."
+    with pytest.raises(FilesDiffer, match=r"/gone cannot be used as it is now: .* found no file") as caught:
+        await kernel.provisioner.back("one", "now")
+    assert f"Choose `then` for such a file by its path (`--files {tmp_path}/gone=then`)" in caught.value.hint
+    for directory in ("a file", "a link to nowhere"):
+        await kernel.run("import shutil; shutil.rmtree('day', ignore_errors=True)")
+        (tmp_path / "day").touch() if directory == "a file" else (tmp_path / "day").symlink_to("nowhere")
+        with pytest.raises(FilesDiffer, match=r"/day/log \(and 1 more\) cannot be put back") as caught:
+            await kernel.provisioner.back("one", "then")
+        choices = {Path(each["path"]).name: each["choices"] for each in caught.value.details["files"]}
+        assert choices == {"log": [], "large": ["now"]}
+        assert (
+            f"Put {tmp_path}/day/log back as it was, and try again: {tmp_path}/day is no directory" in caught.value.hint
+        )
+        (tmp_path / "day").unlink()
+    assert not {event.step for event in kernel.steps.events} & {"drain", "dump", "match"}, "it is not disturbed"
+    chosen = {str(tmp_path / "large"): "now", str(tmp_path / "both"): "now"}
+    await kernel.provisioner.back("one", {**chosen, **{str(tmp_path / name): "then" for name in ("gone", "day/log")}})
+    assert (tmp_path / "day" / "log").read_text() == "then"
+
+
+async def test_a_library_that_was_replaced_has_no_choice_and_the_hint_says_so(kernel, tmp_path, monkeypatch):
+    monkeypatch.setattr(clone, "_FICLONE", 0)  # as on a file system without reflinks
+    shutil.copy(_ctypes.__file__, tmp_path / "_lib.so")
+    await kernel.run("import ctypes; library = ctypes.CDLL('./_lib.so')")
+    await kernel.provisioner.save("one")
+    (tmp_path / "_lib.so").unlink()
+    shutil.copy(_json.__file__, tmp_path / "_lib.so")
+    for files in (None, "now", "then"):
+        with pytest.raises(FilesDiffer) as caught:
+            await kernel.provisioner.back("one", files)
+        assert [each["choices"] for each in caught.value.details["files"]] == [[]]
+        put_back = f"Put {tmp_path}/_lib.so back as it was (program code: install that version again), and try again: "
+        assert caught.value.hint.startswith(put_back)
+    shutil.copy(_ctypes.__file__, tmp_path / "_lib.so")
+    await kernel.provisioner.back("one")
+    assert await kernel.run("print(library._name)") == "./_lib.so"
 
 
 async def test_a_file_that_cannot_be_put_back_leaves_the_present_state_and_says_what_to_do(
@@ -468,7 +586,8 @@ async def test_a_file_that_cannot_be_as_it_was_is_refused_with_the_reason(kernel
     assert "Choose `now`" in caught.value.hint
     with pytest.raises(FilesDiffer, match=r"/work cannot .*it is a directory") as caught:
         await kernel.provisioner.back("one", {str(tmp_path / "large"): "now", str(tmp_path / "work"): "then"})
-    assert caught.value.hint == "Put it back as it was, and try again."
+    why = "the save point has no copy of it, as it is a directory"
+    assert caught.value.hint == f"Put {tmp_path}/work back as it was, and try again: {why}."
     (tmp_path / "work").mkdir()
     await kernel.provisioner.back("one", "now")
     assert await kernel.run("print(os.path.basename(os.getcwd()))") == "work"

@@ -90,6 +90,19 @@ def test_a_cell_requests_a_branch_and_the_next_one_names_it(live, kernel_id):
     until(lambda: "SAVE_POINT_NOT_FOUND" in live.run(kernel_id, "pass"))
 
 
+def test_changed_files_are_accepted_for_a_branch_by_its_magic_and_by_rest(live, kernel_id):
+    live.run(kernel_id, "x = 1; log = open('log', 'w+'); n = log.write('then'); log.flush()\n%gpu_checkpoint --save p")
+    live.run(kernel_id, "n = log.write(' and now'); log.flush()")
+    live.run(kernel_id, "%gpu_checkpoint --branch p")
+    until(lambda: "begin the branch with `--accept-changed-files`" in live.run(kernel_id, "pass"))
+    live.run(kernel_id, "%gpu_checkpoint --branch p --accept-changed-files")
+    branch = until(lambda: next(iter(sessions(live).keys() - {kernel_id}), None))
+    assert live.run(branch, "print(open('log').read())") == "then and now"
+    job = live.do(kernel_id, "branch", {"save_point": "p", "accept_changed_files": True})
+    assert job["status"] == "done", job
+    assert live.run(job["result"]["kernel_id"], "print(open('log').read())") == "then and now"
+
+
 async def test_a_branch_without_a_session_is_none_and_leaves_no_copy_and_no_kernel():
     """The database of the server's sessions is full."""
     provisioner = SimpleNamespace(kernelspec_for_branch=lambda: "python3")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _ctypes
+import _json
 import json
 import os
 import shutil
@@ -27,7 +29,7 @@ print(json.dumps([os.getcwd(), os.environ.get("JPY_SESSION_NAME"), os.environ.ge
 @pytest.fixture(scope="module")
 def live(tmp_path_factory, criu_binary):
     home = tmp_path_factory.mktemp("server")
-    for name in ("here", "one", "two", "three"):
+    for name in ("here", "one", "two", "three", "four", "five"):
         (home / "work" / name).mkdir(parents=True)
     with server(home, tmp_path_factory.mktemp("g")) as running:
         yield running
@@ -104,6 +106,44 @@ def test_kernels_start_from_a_template_three_at_once_and_without_it_when_it_is_g
     assert "IMAGE_NOT_FOUND" in printed
     assert printed.endswith("False")
     assert command(live, "remove", "model-ready")[0] == 0
+
+
+def test_no_template_is_made_of_an_image_from_which_its_kernels_could_not_start(live):
+    source = notebook(live, "four", "python3")
+    library = live.home / "work" / "four" / "_lib.so"
+    shutil.copy(_ctypes.__file__, library)
+    live.run(source, "import ctypes, socket, os, sqlite3; listener = socket.create_server(('127.0.0.1', 0))")
+    live.run(source, "%gpu_checkpoint --save port")
+    live.run(source, "%gpu_checkpoint --saves")  # it is published then
+    status, refused = command(live, "create", "ready", "--from", "port")
+    assert (status, refused["error"]["code"]) == (64, "BAD_REQUEST")
+    assert "in each kernel of a template: " in refused["error"]["message"]
+    assert "make the template all the same: `--accept-differences`" in refused["error"]["hint"]
+    assert refused["error"]["details"]["plan"]["differs"]
+
+    live.run(source, "listener.close(); data = sqlite3.connect('d'); _ = data.execute('create table t (n)')")
+    live.run(source, "_ = data.execute('insert into t values (1)')\n%gpu_checkpoint --save writing")
+    live.run(source, "%gpu_checkpoint --saves")  # it is published then
+    status, refused = command(live, "create", "ready", "--from", "writing", "--accept-differences")
+    assert (status, refused["error"]["code"]) == (64, "BAD_REQUEST")
+    assert "a transaction of the database" in refused["error"]["message"]
+    assert refused["error"]["hint"].endswith("make the template of that.")
+
+    live.run(source, f"data.commit(); data.close(); loaded = ctypes.CDLL({str(library)!r}); log = open('log', 'w')")
+    live.run(source, "%gpu_checkpoint --save loaded")
+    live.run(source, "%gpu_checkpoint --saves")  # it is published then
+    library.unlink()
+    shutil.copy(_json.__file__, library)
+    status, refused = command(live, "create", "ready", "--from", "loaded")
+    assert (status, refused["error"]["code"]) == (64, "BAD_REQUEST")
+    assert refused["error"]["message"].startswith(f"No kernels could start from this image, as {library} is not as it")
+    shutil.copy(_ctypes.__file__, library)
+    (live.home / "work" / "four" / "log").unlink()  # of which there is a copy
+    status, made = command(live, "create", "ready", "--from", "loaded")
+    assert status == 0, made
+    started = notebook(live, "five", "ready")
+    assert live.run(started, "print(log.name)") == "log"
+    assert command(live, "remove", "ready")[0] == 0
 
 
 def test_a_template_s_kernel_does_without_its_template_once_that_is_removed(tmp_path, runtime_base, criu_binary):

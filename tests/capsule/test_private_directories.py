@@ -1,0 +1,57 @@
+"""Directories that a capsule has of its own where others have another one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from sleepers import ENV
+from waiting import until
+
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.errors import CapsuleError
+
+
+def inside(capsule: Capsule, path: Path) -> list[str]:
+    """What is in a directory as processes of the capsule see it."""
+    return sorted(os.listdir(f"/proc/{capsule.host_pid}/root{path}"))
+
+
+@pytest.fixture
+def place(tmp_path):
+    made = tmp_path / "place"
+    made.mkdir(0o700)
+    (made / "theirs").touch()
+    return made
+
+
+@pytest.fixture
+def capsule(tmp_path, place):
+    (tmp_path / "capsule").mkdir(0o700)
+    made = Capsule.create(tmp_path / "capsule", private=[str(place), str(tmp_path / "gone")])
+    try:
+        made.spawn(["sleep", "1000"], ENV, None)
+        yield made
+    finally:
+        made.close()
+
+
+def test_it_is_empty_in_the_capsule_and_stays_when_others_remove_and_make_theirs(capsule, place, tmp_path):
+    assert inside(capsule, place) == inside(capsule, tmp_path / "gone") == []
+    Path(f"/proc/{capsule.host_pid}/root{place}/mine").touch()
+    assert sorted(os.listdir(place)) == ["theirs"]
+    for _ in range(3):
+        shutil.rmtree(place)
+        until(lambda: place.exists() and inside(capsule, place), "it is mounted again")
+        assert inside(capsule, place) == ["mine"]
+        assert os.listdir(place) == []
+
+
+def test_a_symbolic_link_is_not_followed(tmp_path, place):
+    """Where the user may follow it: the files that it leads to would be covered."""
+    (tmp_path / "link").symlink_to(place)
+    (tmp_path / "capsule").mkdir(0o700)
+    with pytest.raises(CapsuleError, match="link"):
+        Capsule.create(tmp_path / "capsule", private=[str(tmp_path / "link")])

@@ -461,15 +461,16 @@ class GpuCkptProvisioner(LocalProvisioner):
                     return
             await asyncio.wait_for(self._host.worker.verb("save_before_restart", save), _RESTART_WAITS)
         except TimeoutError:
-            self._not_saved = PreflightError(f"It was not there within {_RESTART_WAITS:.0f} s.")
-        except GpuCkptError as error:
-            self._not_saved = error
+            self._note_not_saved(PreflightError(f"It was not there within {_RESTART_WAITS:.0f} s."))
         except Exception as error:
-            self.log.exception("Kernel %s: an unexpected error in a save point", self.kernel_id)
-            self._not_saved = GpuCkptError.from_exception(error)
-        if self._not_saved is not None:
-            message = "Kernel %s is restarted without a save point: %s"
-            self.log.warning(message, self.kernel_id, self._not_saved.code)
+            self._note_not_saved(error)
+
+    def _note_not_saved(self, error: Exception) -> None:
+        """Note why there is no save point before a restart, for the first cell of the next kernel."""
+        self._not_saved = GpuCkptError.from_exception(error)
+        foreign = None if self._not_saved is error else error
+        message = "Kernel %s is restarted without a save point: %s"
+        self.log.warning(message, self.kernel_id, self._not_saved.code, exc_info=foreign)
 
     async def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
         """Go back to the save point of this name, with the same id and connections; messages wait meanwhile.
@@ -840,8 +841,8 @@ class GpuCkptProvisioner(LocalProvisioner):
                 automatic_saves.keep_image(lifecycle, automatic_saves.RESTART, self.document())
                 self.log.info("Kernel %s is restarted; its image %s is a save point now", self.kernel_id, image.id)
                 return
-            except GpuCkptError as error:
-                self._not_saved = error
+            except Exception as error:  # the kernel is restarted all the same
+                self._note_not_saved(error)
         endings.discard_image(lifecycle.kernel)
         if lifecycle.image is None and lifecycle.kernel.kept_image is None:
             self.log.info("Kernel %s was ended; its image %s is deleted", self.kernel_id, image.id)

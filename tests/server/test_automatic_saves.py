@@ -126,6 +126,15 @@ def test_a_restart_that_leaves_no_save_point_says_why(tmp_path, runtime_base, cr
         assert living.run(kernel_id, "import os; print('JUPYTER_GPU_CKPT_NOTICE' in os.environ)") == "False"
 
 
+def test_a_restart_of_a_sleeping_kernel_whose_image_is_no_good_says_why(living):
+    kernel_id = living.start_kernel()
+    assert living.do(kernel_id, "checkpoint")["error"] is None
+    (image,) = (living.home / "images").rglob(f"[!.]*-{kernel_id[:8]}-*")
+    (image / "manifest.mac").write_text("{}")
+    assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
+    assert "no save point could be made before the restart (IMAGE_FORGED: " in living.run(kernel_id, "pass")
+
+
 def test_a_busy_kernel_is_restarted_at_once(living):
     kernel_id = living.start_kernel()
     with living.client(kernel_id) as client:

@@ -106,7 +106,9 @@ def test_what_was_not_shut_down_comes_back_also_without_a_path_and_can_be_restar
         assert second.run(without_path, "print(x + 1)") == "42"
         assert second.ask("POST", f"api/kernels/{kept['kernel']['id']}/restart").status_code == 200
         assert second.run(kept["kernel"]["id"], "print('x' in globals())") == "False"
-        until(lambda: Store(home / "images").images() == [])
+        until(lambda: len(Store(home / "images").images()) == 1)
+        (left,) = Store(home / "images").images()
+        assert (left.manifest.kernel_id, left.is_save_point, left.retired) == (kept["kernel"]["id"], True, True)
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["asleep", "alive"])

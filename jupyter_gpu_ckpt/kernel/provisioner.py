@@ -618,7 +618,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         except GpuCkptError as error:
             self._host.close()
             if not isinstance(error, HostError) or (point is not None and not point.is_template):
-                if self.parent is not None and not self._launched:  # jupyter_client would leave the file
+                # jupyter_client would leave the file; that of a kernel to attach may be another server's by now.
+                if self.parent is not None and not self._launched and found is None:
                     self.parent.cleanup_connection_file()
                 raise
             self.log.warning("Kernel %s is started plainly and cannot be checkpointed: %s", self.kernel_id, error)

@@ -33,6 +33,8 @@ from ..image import layout
 from .directories import RUNTIME_DIR, make_runtime_dir, require_private, writing
 
 RECORD = "kernel.json"
+#: In a directory whose kernel has ended, and that is kept for its path.
+_KEPT = ".kept"
 #: Of the record: to be raised when a reader has to know of a change.
 VERSION = 1
 _LOCK = "owner.lock"
@@ -142,7 +144,7 @@ def owned_by_id(directory: Path, kernel_id: str) -> dict[str, Any] | None:
     another one beside it.
     """
     found = owned_kernel(directory)
-    if found is not None and found["kernel_id"] != kernel_id:
+    if found is None or found["kernel_id"] != kernel_id:
         owned = (each for each in kernels(directory.parent) if each["owned"])
         return next((each for each in owned if each["kernel_id"] == kernel_id), None)
     return found
@@ -204,7 +206,9 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         return
     with contextlib.suppress(OSError):
-        for path in directory.iterdir():
+        (directory / _KEPT).touch(mode=0o600)
+    with contextlib.suppress(OSError):
+        for path in [each for each in directory.iterdir() if each.name != _KEPT]:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -212,13 +216,18 @@ def _remove(directory: Path) -> None:
 
 
 def _remove_unused(base: Path) -> None:
-    """Remove empty directories of kernels that have ended, by whose paths no kernel knows its own.  Never raises."""
+    """Remove directories that `_remove` has kept, by whose paths no kernel knows its own any more.  Never raises.
+
+    Others that are empty may be where the capsule of a kernel with another base has mounted its directory.
+    """
     known = _known_names(base)
     with contextlib.suppress(OSError):
         for path in base.iterdir():
-            if RUNTIME_DIR.fullmatch(path.name) and path.name not in known:
-                with contextlib.suppress(OSError):  # it is not empty
-                    path.rmdir()
+            if RUNTIME_DIR.fullmatch(path.name) and path.name not in known and (path / _KEPT).exists():
+                with contextlib.suppress(OSError):  # it is a kernel's again
+                    if [each.name for each in path.iterdir()] == [_KEPT]:
+                        (path / _KEPT).unlink()
+                        path.rmdir()
 
 
 def _known_names(base: Path, but: Path | None = None) -> set[str]:

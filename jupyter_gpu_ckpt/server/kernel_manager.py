@@ -23,6 +23,7 @@ from jupyter_core.utils import ensure_async
 from jupyter_server._tz import utcnow
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
 from tornado.ioloop import PeriodicCallback
+from tornado.web import HTTPError
 from traitlets import Integer
 from traitlets.config import LoggingConfigurable
 
@@ -32,6 +33,9 @@ from ..kernel.host import BranchPoint
 from ..kernel.provisioner import GpuCkptProvisioner, drop_failed_starts
 from ..lifecycle.plans import State
 from .readiness import Readiness
+
+#: Seconds that a stopping server waits for kernels that are being started.
+_STARTS = 60.0
 
 if TYPE_CHECKING:
     _Base = AsyncMappingKernelManager
@@ -87,6 +91,8 @@ class CheckpointKernelManagerMixin(_Base):
         self.idle_seconds: Callable[[str], float] = lambda _: math.inf
         #: Starts a branch of a kernel, with a notebook, and returns its id; None: without a notebook.
         self.start_branch: Callable[[str, BranchPoint], Awaitable[str]] | None = None
+        #: Whether the server stops, and no kernel is started any more.
+        self._settles = False
         self._expiry_callback: PeriodicCallback | None = None
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
@@ -104,6 +110,8 @@ class CheckpointKernelManagerMixin(_Base):
 
     async def start_kernel(self, **kwargs: Any) -> Any:  # type: ignore[override]
         """Called from REST, from sessions, for branches and to attach; after failure nothing is left of the kernel."""
+        if self._settles:
+            raise HTTPError(503, "The server is stopping.")
         try:
             return await super().start_kernel(**kwargs)
         except BaseException:
@@ -111,7 +119,12 @@ class CheckpointKernelManagerMixin(_Base):
             raise
 
     async def settle(self) -> None:
-        """Wait for the end of restarts and shutdowns under way.  Called from a stopping server."""
+        """Wait for the end of starts, restarts and shutdowns under way; begin no more.  Called from a stopping server.
+
+        So that kernels which are being attached are kept for the next server, as all others are.
+        """
+        self._settles = True
+        await self._wait_for_starts()
         for lock in tuple(self._locks.values()):
             async with lock:
                 pass
@@ -121,10 +134,11 @@ class CheckpointKernelManagerMixin(_Base):
 
         jupyter_client raises for a kernel that is being started or restarted: wait for that, which has a deadline.
         """
-        if starting := [task for kernel_id, task in self._pending_kernels.items() if kernel_id not in self]:
-            await asyncio.wait(starting)
-        drop_failed_starts(self)
         await self.settle()
+        drop_failed_starts(self)
+        for provisioner in filter(None, map(self.provisioner_of, self.list_kernel_ids())):
+            if provisioner.state is State.CHECKPOINTED:  # its start took too long for the others' way
+                await provisioner.detach_now()
         try:
             await super().shutdown_all(now=now)
         except Exception as error:
@@ -132,6 +146,12 @@ class CheckpointKernelManagerMixin(_Base):
             self.log.debug("The error was:", exc_info=error)
             left = [ensure_async(kernel.shutdown_kernel(now=True)) for kernel in tuple(self._kernels.values())]
             await asyncio.gather(*left, return_exceptions=True)
+
+    async def _wait_for_starts(self) -> None:
+        if starting := [task for kernel_id, task in self._pending_kernels.items() if kernel_id not in self]:
+            _, late = await asyncio.wait(starting, timeout=_STARTS)
+            for task in late:
+                task.cancel()
 
     # -- how many kernels there are
 

@@ -88,8 +88,11 @@ class KernelPersistence(LoggingConfigurable):
             command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
         )
         assert self._watchdog.stdin is not None
-        self._watchdog.stdin.write(json.dumps(options).encode() + b"\n")  # not as arguments, which all users see
-        self._watchdog.stdin.flush()
+        try:
+            self._watchdog.stdin.write(json.dumps(options).encode() + b"\n")  # not as arguments, which all users see
+            self._watchdog.stdin.flush()
+        except OSError as error:
+            self.log.error("The watchdog of kernels without a server does not run: %s", error.strerror)
 
     async def attach_all(
         self, kernels: CheckpointKernelManagerMixin, sessions: Any, root: Path, base: Path, store: Store

@@ -15,7 +15,7 @@ from jupyter_gpu_ckpt.errors import CapsuleError
 
 
 def inside(capsule: Capsule, path: Path) -> list[str]:
-    """What is in a directory as processes of the capsule see it."""
+    """The content of a directory as processes of the capsule see it."""
     return sorted(os.listdir(f"/proc/{capsule.host_pid}/root{path}"))
 
 
@@ -57,7 +57,7 @@ def test_a_path_that_others_have_stays(capsule, place):
 
 
 def test_a_symbolic_link_is_not_followed(tmp_path, place):
-    """Where the user may follow it: the files that it leads to would be covered."""
+    """A mount there would cover the files that it leads to."""
     (tmp_path / "link").symlink_to(place)
     (tmp_path / "capsule").mkdir(0o700)
     with pytest.raises(CapsuleError, match="link"):

@@ -73,20 +73,23 @@ def test_a_path_stays_as_long_as_a_kernel_knows_its_directory_by_it(registration
     else:
         registration.release()
         assert reap(base) == [source]
-    assert list(source.iterdir()) == []
+    assert [path.name for path in source.iterdir()] == [".kept"]
     branches[0].remove()
     assert sorted(base.glob("[!.]*")) == sorted([source, branches[1].directory])
     branches[1].remove()
     assert list(base.glob("[!.]*")) == []
 
 
-def test_only_empty_directories_of_kernels_are_removed(registration: Registration) -> None:
+def test_only_directories_that_were_kept_are_removed_when_nothing_is_in_them(registration: Registration) -> None:
+    """In an empty one the capsule of a kernel with another base may have mounted its own."""
     base = registration.directory.parent
-    for name in ("0123456789ab", "ba9876543210", "another"):
+    for name in ("0123456789ab", "ba9876543210", "another", "aaaaaaaaaaaa"):
         (base / name).mkdir()
+        if name != "aaaaaaaaaaaa":
+            (base / name / ".kept").touch()
     (base / "ba9876543210" / "file").touch()
     registration.remove()
-    assert sorted(path.name for path in base.iterdir()) == ["another", "ba9876543210"]
+    assert sorted(path.name for path in base.iterdir()) == ["aaaaaaaaaaaa", "another", "ba9876543210"]
 
 
 def test_notes_of_lost_kernels_leave_no_directory(registration: Registration) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -12,6 +13,7 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_server._tz import utcnow
 from live import server
 from live import until as until_true
+from tornado.web import HTTPError
 from traitlets.config import Config
 
 from jupyter_gpu_ckpt.gate.replies import IDLE_TYPE
@@ -200,3 +202,19 @@ async def test_a_dead_kernel_is_culled_as_ever(tmp_path, runtime_base, criu_bina
         made.get_kernel(kernel_id).execution_state = state
         await made.cull_kernels()
         assert (kernel_id in made) == (state != "dead")
+
+
+async def test_a_stop_during_an_attach_keeps_the_kernel_for_the_next_server(tmp_path, runtime_base, criu_binary):
+    async with manager(tmp_path, runtime_base) as made:
+        kernel_id = await start(made, tmp_path)
+        await made.provisioner_of(kernel_id).detach()
+        images = sorted(path.name for path in (tmp_path / "images").glob("2*"))
+        assert len(images) == 1
+    async with manager(tmp_path, runtime_base) as made:
+        attaching = asyncio.ensure_future(made.start_kernel(kernel_id=kernel_id, kernel_name="python3"))
+        await until(lambda: kernel_id in made._pending_kernels, 60)
+        await made.shutdown_all()
+        await attaching
+        assert sorted(path.name for path in (tmp_path / "images").glob("2*")) == images
+        with pytest.raises(HTTPError, match="stopping"):
+            await made.start_kernel(kernel_id=kernel_id, kernel_name="python3")

@@ -74,6 +74,7 @@ def test_a_path_stays_as_long_as_a_kernel_knows_its_directory_by_it(registration
         registration.release()
         assert reap(base) == [source]
     assert [path.name for path in source.iterdir()] == [".kept"]
+    assert (registry.owned_by_id(source, "a") or {}).get("directory") == str(branches[0].directory)
     branches[0].remove()
     assert sorted(base.glob("[!.]*")) == sorted([source, branches[1].directory])
     branches[1].remove()

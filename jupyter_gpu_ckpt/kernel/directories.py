@@ -23,6 +23,8 @@ from ..image.user_directory import VARIABLE
 from ..paths import data_directory
 
 _NAME_BYTES = 6
+#: Bytes of the path of a unix socket (unix(7)), and of the longest name of a kernel's own: ``moved-`` and an inode.
+_MOST_BYTES, _LONGEST_NAME = 107, 18
 #: The name of a kernel's directory.
 RUNTIME_DIR = re.compile(rf"[0-9a-f]{{{2 * _NAME_BYTES}}}")
 #: Seconds to wait for another server that chooses the directory of sockets.
@@ -60,7 +62,7 @@ def _remembered(directory: Path) -> Path:
 
     Where no file can be written it has a fixed name, unless that is taken.
     """
-    temporary = Path(tempfile.gettempdir())
+    temporary = _temporary()
     record = directory / hashlib.sha256(f"{socket.gethostname()} {temporary}".encode()).hexdigest()[:16]
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -77,6 +79,15 @@ def _remembered(directory: Path) -> Path:
     except OSError:  # no home directory, or a full one
         base = temporary / f"gpu-ckpt-{os.geteuid()}"
         return base if is_private(base) or not os.path.lexists(base) else _unremembered(temporary)
+
+
+def _temporary() -> Path:
+    """Return the temporary directory, or ``/tmp`` where the paths of sockets below that would be too long (unix(7))."""
+    found = Path(tempfile.gettempdir())
+    below = f"{found}/gpu-ckpt-{os.geteuid()}-{'x' * 8}/{'x' * 2 * _NAME_BYTES}/{'x' * _LONGEST_NAME}"
+    short = Path("/tmp")  # noqa: S108 - a private directory is made there, with a name that nobody can guess
+    is_too_long = len(os.fsencode(below)) > _MOST_BYTES
+    return short if is_too_long and os.access(short, os.W_OK | os.X_OK) else found
 
 
 @functools.cache

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +19,14 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def temporary(tmp_path, monkeypatch) -> Path:
-    """A temporary directory and a home, as an account without a session has them."""
-    directory = tmp_path / "tmp"
-    directory.mkdir(mode=0o1777)
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
-    return directory
+def temporary(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A temporary directory, with a short path, and a home, as an account without a session has them."""
+    with tempfile.TemporaryDirectory(prefix="gc-", dir="/tmp") as directory:
+        os.chmod(directory, 0o1777)
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+        monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+        yield Path(directory)
 
 
 def taken(path: Path) -> None:
@@ -55,6 +58,22 @@ def test_without_a_session_it_has_a_name_that_nobody_can_guess_and_is_found_agai
     assert stat.S_IMODE(base.stat().st_mode) == 0o700
     directories.make_runtime_dir(base)
     assert directories.default_runtime_base() == base, "the next server attaches this one's kernels"
+
+
+def test_paths_of_sockets_below_it_are_short_enough(temporary, monkeypatch):
+    """As where a batch system has given each job a temporary directory of its own, deep below others."""
+    deep = temporary / ("d" * 60)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    base = directories.default_runtime_base()
+    try:
+        assert base.parent == Path("/tmp") and directories.is_private(base)
+        kernel = directories.make_runtime_dir(base)
+        with socket.socket(socket.AF_UNIX) as named:
+            named.bind(f"{kernel}/moved-123456789012")
+        assert directories.default_runtime_base() == base
+    finally:
+        shutil.rmtree(base)
 
 
 @pytest.mark.parametrize("becomes", ["gone", "taken"])

@@ -90,6 +90,10 @@ def needed_limit(highest: int) -> int:
     return -(-(highest + _OF_CRIU) // _ALIGNED) * _ALIGNED
 
 
+#: The highest number of a descriptor that every process has: standard error.
+STANDARD = 2
+
+
 def highest_number(limit: int) -> int:
     """Return the highest number with which a process can be restored where CRIU has this limit."""
     return limit // _ALIGNED * _ALIGNED - _OF_CRIU

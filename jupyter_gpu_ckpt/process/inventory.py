@@ -549,7 +549,10 @@ class _Process:
         See `descriptors` for the latter, which is of the restore.
         """
         highest, most = max(self.inventory["descriptors"], default=0), self.mine.open_files
-        if highest > descriptors.highest_number(most):
+        if descriptors.highest_number(most) < descriptors.STANDARD:
+            what = f"a limit of {most} open files (RLIMIT_NOFILE) for the server, which no restore can do with"
+            self.found.refuse(what, hint="Have the server started with a higher hard limit (ulimit -Hn).")
+        elif highest > descriptors.highest_number(most):
             where = f"where a process may open {most} files (RLIMIT_NOFILE)"
             what = f"a descriptor with the number {highest}, which is too high {where}"
             last = f"Numbers up to {descriptors.highest_number(most)} come back: close it, or give it a lower number"

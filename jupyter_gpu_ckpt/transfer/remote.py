@@ -459,7 +459,8 @@ class _Flushing:
 
 def _require_absent(path: Path) -> None:
     if os.path.lexists(path):
-        raise ImageBusy(f"There is an image {path.name} already.", image=path.name)
+        hint = "Delete it first if it is to be fetched again (`jupyter gpu-ckpt rm {image}`)."
+        raise ImageBusy(f"There is an image {path.name} already.", hint=hint, image=path.name)
 
 
 def _missing(directory: Path, manifest: Manifest) -> int:

@@ -576,8 +576,9 @@ def test_what_was_fetched_before_needs_no_space_again(near, far, tmp_path, monke
 def test_an_image_that_is_here_already_is_neither_claimed_nor_fetched(near, far, tmp_path):
     image, _, remote = directory_with(near, tmp_path)
     remote.pull(image.id, far, keep=True)
-    with pytest.raises(ImageBusy):
+    with pytest.raises(ImageBusy) as refused:
         remote.pull(image.id, far)
+    assert f"gpu-ckpt rm {image.id}" in refused.value.hint
     assert remote.claimed(image.id) == ""
     assert list((far.root / layout.INCOMING).iterdir()) == []
 

@@ -61,7 +61,7 @@ def test_without_a_session_it_has_a_name_that_nobody_can_guess_and_is_found_agai
 
 
 def test_paths_of_sockets_below_it_are_short_enough(temporary, monkeypatch):
-    """As where a batch system has given each job a temporary directory of its own, deep below others."""
+    """A batch system may give each job a temporary directory of its own, deep below others."""
     deep = temporary / ("d" * 60)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))

@@ -404,6 +404,7 @@ class KernelHost:
         """
         registration, directory = self._registration, self.directory
         assert registration is not None and directory is not None
+        registration.keep(Path(session.runtime_dir))
 
         def write_session(path: Path) -> None:
             protected_until = agent_requests.protection()

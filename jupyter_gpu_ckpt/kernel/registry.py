@@ -57,6 +57,16 @@ class Registration:
         self._locked: tuple[int, int] | None = None
         self._claim()
 
+    def keep(self, path: Path) -> None:
+        """Make the path by which the kernel knows its directory, if that is gone, for as long as a kernel needs it.
+
+        Only beside its own.  Raises `RuntimeDirectory`.
+        """
+        if path.parent == self.directory.parent and path != self.directory:
+            with writing(path), _locked_base(path.parent), contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+                (path / _KEPT).touch(mode=0o600)
+
     def _claim(self) -> None:
         with writing(self.directory), _locked_base(self.directory.parent):
             self.directory.mkdir(mode=0o700, exist_ok=True)  # it may be gone since, as an empty one

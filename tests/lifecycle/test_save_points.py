@@ -216,8 +216,8 @@ async def test_the_next_cells_find_a_save_point_that_is_not_published_yet(kernel
 
 
 async def said(kernel, *cells: str) -> list[str]:
-    """Send the cells at once; of each what it printed, or the code of the error."""
-    printed: dict[str, str] = {kernel.client.execute(cell): "" for cell in cells}
+    """Send the cells at once; of each what it printed, or the code of the error, which stops no cell after it."""
+    printed: dict[str, str] = {kernel.client.execute(cell, stop_on_error=False): "" for cell in cells}
     ended: set[str] = set()
     while ended < printed.keys():
         message = await kernel.client.get_iopub_msg(timeout=60)

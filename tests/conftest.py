@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import sweeps
+import zmq
 from cuda_subject import why_no_gpu
 from harness import notebook
 from images import publish
@@ -36,7 +37,15 @@ def pytest_configure(config):
         config.pluginmanager.register(FailuresAtOnce(config))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The context of a client that a failed test has left may be collected by any thread of ours, which would wait there
+    # for ever for messages that nobody receives.
+    zmq.Context.__del__ = destroy_at_once
     sweeps.set_seed()
+
+
+def destroy_at_once(context: zmq.Context) -> None:
+    if not (context._shadow or context.closed):
+        context.destroy(linger=0)
 
 
 def pytest_report_header():

@@ -37,8 +37,8 @@ def pytest_configure(config):
         config.pluginmanager.register(FailuresAtOnce(config))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The context of a client that runs when it is garbage may be collected by any thread of ours, which would wait there
-    # for ever for messages that nobody receives.  What clients have closed is destroyed by themselves.
+    # The context of a client that runs when it is garbage may be collected by any thread of ours, which would wait
+    # there for ever for messages that nobody receives.  What clients have closed is destroyed by themselves.
     zmq.Context.__del__ = lambda context: None
     sweeps.set_seed()
 

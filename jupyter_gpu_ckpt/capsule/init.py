@@ -109,7 +109,7 @@ class Init:
         rootless: bool,
         directory: str,
         host_mounts: int,
-        private: PrivateDirectories | None = None,
+        private: PrivateDirectories,
     ) -> None:
         self.listener = listener
         #: A descriptor of the host's mount table: a file shows that of the namespace it was opened in.
@@ -161,7 +161,7 @@ class Init:
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self.selector.register(self.waker, selectors.EVENT_READ, lambda: self.waker.recv(4096))
         self.selector.register(listener, selectors.EVENT_READ, self.connect)
-        if private is not None and (watch := private.watch()) is not None:
+        if (watch := private.watch()) is not None:
             self.selector.register(watch, selectors.EVENT_READ, functools.partial(self.mount_private, watch, private))
 
     # -- the loop

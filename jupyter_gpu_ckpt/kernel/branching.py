@@ -20,7 +20,7 @@ class BranchPlan:
 
     ``differs``: state that cannot exist twice; ``shared``: files that both kernels may write to, shared memory among
     them; ``unsafe``: why there must be no branch.  ``session``: of the image's kernel.  ``private``: directories of
-    sockets that the branch has of its own: those which only the image's kernel uses, and which others cannot enter.
+    sockets that the branch has of its own: those of `multiprocessing` in which nobody else has anything.
     """
 
     session: Session

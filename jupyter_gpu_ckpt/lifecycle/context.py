@@ -105,7 +105,8 @@ class Home:
     #: The path of its sockets inside the capsule, without ``-`` and the number of a channel, if they are not in
     #: `inner_dir`: a short one, for kernels that may know no longer ones.  The directory of it is the same directory.
     sockets: Path | None = None
-    #: Directories of sockets that the capsule has of its own: where the kernel that a branch comes from has others.
+    #: `multiprocessing`'s directories of sockets that the capsule has of its own (`capsule.private_directories`): at
+    #: these paths the kernel that a branch comes from has others.
     private: Sequence[str] = ()
     #: Creates ``runtime_dir`` again if it was removed while the kernel was checkpointed; raises `RuntimeDirectory`.
     renew: Callable[[], object] = lambda: None

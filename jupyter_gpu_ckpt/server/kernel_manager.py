@@ -136,10 +136,10 @@ class CheckpointKernelManagerMixin(_Base):
         """
         await self.settle()
         drop_failed_starts(self)
-        for provisioner in filter(None, map(self.provisioner_of, self.list_kernel_ids())):
-            if provisioner.state is State.CHECKPOINTED:  # its start took too long for the others' way
-                await provisioner.detach_now()
         try:
+            for provisioner in filter(None, map(self.provisioner_of, self.list_kernel_ids())):
+                if provisioner.state is State.CHECKPOINTED:  # its start took too long for the others' way
+                    await provisioner.detach_now()
             await super().shutdown_all(now=now)
         except Exception as error:
             self.log.error("Kernels could not be shut down (%s); they are ended.", type(error).__name__)

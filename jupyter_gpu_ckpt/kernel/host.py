@@ -24,7 +24,7 @@ from jupyter_client.connect import LocalPortCache
 
 from ..capsule.capsule import Capsule
 from ..cuda import fastpath
-from ..errors import CapsuleGone, GpuCkptError, KernelUnfit
+from ..errors import CapsuleGone, GpuCkptError, KernelUnfit, StateError
 from ..files.atomic import write_atomically
 from ..gate.gate import Gate, GateState
 from ..image import branch
@@ -717,7 +717,10 @@ class KernelHost:
             self._log.warning("Kernel %s requested an unknown verb.", self.kernel_id)
 
     def _submit_requested(self, content: Mapping[str, Any], call: Callable[[], Any], gate: Gate) -> None:
-        """Have a verb run that a cell has requested, after those requested before.  Raises `LimitReached`."""
+        """Have a verb run that a cell has requested, after those requested before.  Raises `LimitReached`.
+
+        Where this program is ending, and its kernel with it, nothing is done.
+        """
 
         def forget() -> None:
             with contextlib.suppress(ValueError):
@@ -735,6 +738,9 @@ class KernelHost:
             self._requested.append(content)
         try:
             self.worker.submit(functools.partial(self._run_verb, run, gate))
+        except StateError as ending:  # a command such as `jupyter run` ends its kernel with the last reply
+            forget()
+            self._log.info("Kernel %s: a request is left undone: %s", self.kernel_id, ending.message)
         except BaseException:
             forget()
             raise

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ..errors import GpuCkptError, StateError
+from ..errors import GpuCkptError, LimitReached, StateError
 
 Result = TypeVar("Result")
 
@@ -23,15 +23,20 @@ class Worker:
         self._last_runs: dict[str, tuple[tuple[Any, ...], Future[Any]]] = {}
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
-        """Run ``call`` after those submitted before.  Raises `LimitReached`: it is not run."""
-        if self._pool is not None:
-            return self._pool.submit(call)
-        pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+        """Run ``call`` after those submitted before.
+
+        Raises `LimitReached` where there are no more threads, `StateError` where this program ends: it is not run.
+        """
+        pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix=self._name)
         try:
             future = pool.submit(call)
-        except RuntimeError as error:  # there are no more threads, and the next call would have it run
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise GpuCkptError.from_exception(error) from error
+        except RuntimeError as error:
+            if self._pool is None:  # the next call would have it run
+                pool.shutdown(wait=False, cancel_futures=True)
+            known = GpuCkptError.from_exception(error)
+            if not isinstance(known, LimitReached):  # the interpreter has ended the threads of all pools
+                known = StateError("The program that owns this kernel is ending.", left="nothing was done")
+            raise known from error
         self._pool = pool
         return future
 
@@ -52,6 +57,6 @@ class Worker:
 
     def end(self) -> None:
         """End the thread once it has run what was submitted; the next call starts another."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
-            self._pool = None
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False)

@@ -1,17 +1,21 @@
 """Make unique what a branch has in common with the kernel it comes from, before any client reaches it.
 
 Both were one process.  What names messages, files and sessions, and the generators that secrets are drawn from, must
-not give the same twice; the user's own generators (`random`, NumPy's and torch's global ones) continue as they were,
-unless new seeds are wanted.  Nothing is imported that the kernel has not imported itself.
+not give the same twice, and what both still use must not end with one of them.  The user's own generators (`random`,
+NumPy's and torch's global ones) continue as they were, unless new seeds are wanted.  Nothing is imported that the
+kernel has not imported itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
+import signal
 import sys
 import uuid
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +35,8 @@ def become_another(kernel: Any, content: Mapping[str, Any], errors: list[str]) -
     probes.probe(errors, "temporary names", _renew_temporary_names, None)
     probes.probe(errors, "uuid", _renew_uuids, None)
     probes.probe(errors, "OpenSSL", _reseed_openssl, None)
+    probes.probe(errors, "temporary files", _leave_temporary_files, None)
+    probes.probe(errors, "resource trackers", _end_resource_trackers, None)
     if content.get("reseed"):
         for name, reseed in _GENERATORS.items():
             if name in sys.modules:
@@ -75,6 +81,42 @@ def _reseed_openssl() -> None:
             ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW).RAND_add(seed, len(seed), ctypes.c_double(len(seed)))
     if (ssl := sys.modules.get("_ssl")) is not None:  # it may be linked into Python itself
         ssl.RAND_add(os.urandom(_SEED), float(_SEED))
+    if (rust := sys.modules.get("cryptography.hazmat.bindings._rust")) is not None:  # has a copy of its own linked in
+        rust._openssl.lib.RAND_add(os.urandom(_SEED), _SEED, float(_SEED))
+
+
+def _leave_temporary_files() -> None:
+    """Have temporary files and directories that exist by now not removed as this process drops them, or ends.
+
+    The other kernel has the same.  What a program removes itself (``cleanup()``) it removes.
+    """
+    tempfile = sys.modules.get("tempfile")
+    if tempfile is None:
+        return
+    remove = tempfile.TemporaryDirectory._cleanup.__func__  # type: ignore[attr-defined]
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        if (peeked := finalizer.peek()) is not None and getattr(peeked[1], "__func__", None) is remove:
+            finalizer.detach()
+    closer = tempfile._TemporaryFileCloser  # type: ignore[attr-defined]
+    for each in gc.get_referrers(closer):  # 12 ms with torch, half as long as a look at all objects
+        if type(each) is closer:
+            each.delete = False
+
+
+def _end_resource_trackers() -> None:
+    """End the processes that remove shared memory and semaphores behind their own: the other kernel has the same.
+
+    One is started again as soon as something is made.
+    """
+    for name, module in list(sys.modules.items()):
+        tracker = getattr(module, "_resource_tracker", None) if name.endswith(".resource_tracker") else None
+        if tracker is None or tracker._pid is None:
+            continue
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has ended by itself
+            os.kill(tracker._pid, signal.SIGKILL)
+            os.waitpid(tracker._pid, 0)
+        os.close(tracker._fd)
+        tracker._fd = tracker._pid = None
 
 
 def _forget_cells(kernel: Any) -> None:

@@ -6,6 +6,8 @@ threads continue waiting: a descriptor that was closed under them would be repor
 
 *Exclusive locks* (flock, open file descriptions, POSIX): the branch does not have them.
 
+*Named pipes and named semaphores*: both kernels have the same.
+
 *Connections to the outside* come back closed from any dump.
 
 The image is never written to: a restore gets a view of it (`images.view`) with other records.
@@ -13,12 +15,16 @@ The image is never written to: a restore gets a view of it (`images.view`) with 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import ipaddress
 import os
 import re
 import secrets
 import socket
+import struct
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +42,15 @@ _CLOSED, _LISTENS = 7, 10
 _VARINT, _BYTES = 0, 2
 #: FL_FLOCK and FL_OFD of CRIU's file-lock.h.
 _FLOCK, _OFD = 2, 4
+_RANGE = (images.LOCK_START, images.LOCK_LENGTH)
+#: ``struct flock``
+_STRUCT_FLOCK = struct.Struct("=hh4xqqi4x")
+#: Seconds for others to release a lock: databases lock for moments only.
+_PATIENCE = 2.0
+#: Where named semaphores are (sem_overview(7)).
+_SEMAPHORES = "/dev/shm/sem."  # noqa: S108 - read, not written
+_ONE_PIPE = "one for both kernels: each reads what the other writes, and what was in it is there twice"
+_ONE_SEMAPHORE = "one for both kernels: a pool of processes that uses it hangs or breaks in each"
 #: The abstract name under which CUDA's driver gives the descriptor of /dev/nvidia-uvm to processes that share memory
 #: with this one (580.159.04): the PID namespace's inode and the PID.  A branch's may have any other, of the same form.
 _DRIVER_SOCKET = re.compile(rb"\0cuda-uvmfd-\d+-\d+\0?")
@@ -46,7 +61,9 @@ ChoosePort = Callable[[int, int, str], int]
 
 @dataclass(frozen=True)
 class Exclusive:
-    """State that a branch has otherwise.  ``kind``: ``port``, ``socket``, ``lock``, ``connection`` or ``semaphore``.
+    """State that a branch has otherwise, or not of its own.
+
+    ``kind``: ``port``, ``socket``, ``lock``, ``connection``, ``pipe`` or ``semaphore``.
 
     ``port``, ``new_port``: of a port, its number and, in a restore, that of the branch.
     """
@@ -69,7 +86,50 @@ def find(directory: Path, own: Sequence[str], notes: Mapping[str, Any]) -> list[
     ``notes``: of the manifest.
     """
     _, found = _separated(directory, own, lambda *_: 0, "")
-    return found + _exclusive_locks(directory, notes)
+    return found + _exclusive_locks(directory, notes) + _of_both(directory)
+
+
+def _of_both(directory: Path) -> list[Exclusive]:
+    """Return what has a name and would be one for both kernels."""
+    # One that has lost its name, as most of `multiprocessing`'s, is each kernel's own.
+    written = {file.path for file in images.regular_files(directory) if file.writes and not file.made}
+    semaphores = sorted(path for path in written if path.startswith(_SEMAPHORES))
+    found = [Exclusive("pipe", f"named pipe {path}", _ONE_PIPE) for path in images.named_pipes(directory)]
+    return found + [Exclusive("semaphore", f"named semaphore {path}", _ONE_SEMAPHORE) for path in semaphores]
+
+
+def taken_lock(directory: Path) -> str:
+    """Return the path of a file that another process has locked, so that CRIU would wait for a lock in the dump; or "".
+
+    Of locks that belong to an open file: POSIX locks are not in a dump (`tasks.remove_posix_locks`).  Others get a
+    moment to release theirs.  Raises `ImageFormat`.
+    """
+    path, ids = directory / _LOCKS, images.DescriptorIds()
+    deadline = time.monotonic() + _PATIENCE
+    for lock in map(fields_of, records(path, images.FILE_LOCKS_MAGIC) if path.exists() else ()):
+        kind, flags = (number_of(lock, each) or 0 for each in (images.LOCK_TYPE, images.LOCK_FLAGS))
+        name = images.name_of_file(directory, images.locked_file(directory, lock, ids))
+        if kind not in (fcntl.F_RDLCK, fcntl.F_WRLCK) or not flags & (_FLOCK | _OFD):
+            continue
+        while not _can_lock(name, kind, flags, [number_of(lock, at) or 0 for at in _RANGE]):
+            if time.monotonic() > deadline:
+                return name
+            time.sleep(0.01)
+    return ""
+
+
+def _can_lock(path: str, kind: int, flags: int, place: list[int]) -> bool:
+    """Return whether a lock can be set; it is released at once.  What cannot be tried here CRIU tries."""
+    exclusive = kind == fcntl.F_WRLCK
+    with contextlib.suppress(OSError), open(path, "r+b" if exclusive and flags & _OFD else "rb", buffering=0) as file:
+        try:
+            if flags & _OFD:
+                fcntl.fcntl(file, fcntl.F_OFD_SETLK, _STRUCT_FLOCK.pack(kind, os.SEEK_SET, *place, 0))
+            else:
+                fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in (errno.EAGAIN, errno.EACCES)
+    return True
 
 
 def _exclusive_locks(directory: Path, notes: Mapping[str, Any]) -> list[Exclusive]:
@@ -95,7 +155,7 @@ def separate(
     if (directory / _LOCKS).exists():
         kept = [record for record, id in _locks(directory) if id is None]
         _replace(view / _LOCKS, images.FILE_LOCKS_MAGIC, kept)
-    return found + _exclusive_locks(directory, notes)
+    return found + _exclusive_locks(directory, notes) + _of_both(directory)
 
 
 def without_locks(notes: Mapping[str, Any]) -> dict[str, Any]:

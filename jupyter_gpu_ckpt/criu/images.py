@@ -135,6 +135,13 @@ def regular_files(directory: Path) -> list[RegularFile]:
     return sorted(found, key=lambda file: (file.path, file.open, file.writes, file.code, file.posix_locks))
 
 
+def named_pipes(directory: Path) -> list[str]:
+    """Return the paths of the named pipes (FIFOs) that the kernel has open.  Raises `ImageFormat`."""
+    deleted = {number_of(remap, _REMAP_ID) for remap in _remaps(directory)}
+    pipes = (each for each in _regular(directory) if stat.S_ISFIFO(number_of(each, _REG_MODE) or 0))
+    return sorted({_name(fields) for fields in pipes if number_of(fields, _REG_ID) not in deleted})
+
+
 def ghost_names(directory: Path) -> list[str]:
     """Return the names that a restore gives to deleted files for a moment; none if the dump is unreadable.
 

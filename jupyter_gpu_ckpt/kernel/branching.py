@@ -50,11 +50,6 @@ class BranchPlan:
             raise BranchDiffers(message, left=left, plan=plan)
 
 
-#: Where named semaphores are (sem_overview(7)).
-_SEMAPHORES = "/dev/shm/sem."  # noqa: S108 - read, not written
-_ONE_FOR_BOTH = "one for both kernels: a pool of processes that uses it hangs or breaks in each"
-
-
 def plan(store: Store, image: Image) -> BranchPlan:
     """Return the plan of a branch from ``image``.  Reads the disk.
 
@@ -77,9 +72,6 @@ def plan(store: Store, image: Image) -> BranchPlan:
     if not session.has_agent:
         unsafe.append("a kernel without an agent, whose messages would have the same names")
     shared = sorted(path for path, file in used.items() if file.get("writes") and not file.get("made"))
-    # One that has lost its name, as most of `multiprocessing`'s, is each kernel's own.
-    semaphores = [path for path in shared if path.startswith(_SEMAPHORES)]
-    differs += [Exclusive("semaphore", f"named semaphore {path}", _ONE_FOR_BOTH) for path in semaphores]
     return BranchPlan(session, image.id, differs, shared, sorted(unsafe), private)
 
 

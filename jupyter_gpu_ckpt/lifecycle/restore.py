@@ -21,6 +21,7 @@ from ..errors import (
     CriuError,
     ImageArchived,
     KeyUnusable,
+    LockTaken,
     MissingFile,
     RuntimeDirectory,
 )
@@ -266,6 +267,9 @@ def _restore(attempt: Attempt, capsule: Capsule, files: Readable, running: dict[
         _begin_read(attempt, capsule, files)
         if attempt.databases:
             capsule.lock_databases(attempt.databases)
+        if path := exclusive.taken_lock(view):
+            message = f"The kernel cannot lock {path} again as it had: another process has locked it."
+            raise LockTaken(message, culprit=path, lacking=[path])
         timeout = kernel.deadline(manifest.bytes)
         return kernel.engine.criu.restore(capsule, view, pipes=manifest.pipes, timeout=timeout, **running)
 
@@ -315,7 +319,8 @@ def _prepare_ahead(kernel: KernelState, image: Image) -> ProcessesAhead | None:
         verification = store.begin_check(image)
         ahead = ProcessesAhead(lease, verification, restore, is_still_true)
         own = kernel.home.unshared_sockets
-        twice = [each for each in exclusive.find(directory, own, manifest.notes) if each.kind != "connection"]
+        found = exclusive.find(directory, own, manifest.notes)
+        twice = [each for each in found if each.kind not in ("connection", "semaphore")]
         if not (twice or images.ghost_names(directory)) and is_still_true():
             return ahead
         verification.cancel(wait_for_end=True)

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import threading
 from pathlib import Path
 
@@ -76,6 +77,42 @@ async def test_a_lock_that_somebody_else_has(subject):
         await subject.wakes()
         with pytest.raises(BlockingIOError):
             fcntl.lockf(other, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 5)
+
+
+@pytest.mark.parametrize("own", ["EX", "SH"])
+async def test_a_lock_on_a_whole_file_that_somebody_else_has(subject, own):
+    """CRIU would wait for it until its deadline."""
+    path = subject.directory / "locked"
+    path.touch()
+    await subject.run(f"import fcntl; f = open('locked', 'r+'); fcntl.flock(f, fcntl.LOCK_{own})")
+    await subject.provisioner.checkpoint()
+    with path.open("r+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        error = await subject.fails(subject.provisioner.restore, "LOCK_TAKEN")
+        assert str(path) in error.message
+        await subject.stays_away(error)
+        fcntl.flock(other, fcntl.LOCK_UN)
+        await subject.wakes()
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+async def test_a_lock_of_an_open_file_description_that_somebody_else_has(subject):
+    def lock(kind: int, start: int) -> bytes:
+        return struct.pack("hhqqi4x", kind, os.SEEK_SET, start, 10, 0)
+
+    path = subject.directory / "locked"
+    path.write_bytes(b"x" * 100)
+    code = f"import fcntl; f = open('locked', 'r+'); _ = fcntl.fcntl(f, fcntl.F_OFD_SETLK, {lock(fcntl.F_WRLCK, 5)})"
+    await subject.run(code)
+    await subject.provisioner.checkpoint()
+    with path.open("r+") as other:
+        fcntl.fcntl(other, fcntl.F_OFD_SETLK, lock(fcntl.F_WRLCK, 14))
+        error = await subject.fails(subject.provisioner.restore, "LOCK_TAKEN")
+        assert str(path) in error.message
+        fcntl.fcntl(other, fcntl.F_OFD_SETLK, lock(fcntl.F_UNLCK, 14))
+        fcntl.fcntl(other, fcntl.F_OFD_SETLK, lock(fcntl.F_WRLCK, 15))
+        await subject.wakes()
 
 
 async def test_a_port_that_somebody_else_took(subject):

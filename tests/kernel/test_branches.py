@@ -340,6 +340,57 @@ async def test_a_semaphore_that_would_be_one_for_both_kernels_is_named_before(ke
         assert await branch.run("print(lock.acquire(timeout=10)); lock.release()") == "True"
 
 
+async def test_a_named_pipe_that_would_be_one_for_both_kernels_is_named_before(kernel, tmp_path):
+    await kernel.run("import os; os.mkfifo('pipe'); pipe = os.open('pipe', os.O_RDWR); _ = os.write(pipe, b'old')")
+    image = await kernel.provisioner.save("point")
+    with pytest.raises(BranchDiffers, match=r"named pipe .*pipe \(one for both kernels"):
+        async with branch_of(image.id, kernel, tmp_path / "refused"):
+            pass
+    assert await kernel.run("print(os.read(pipe, 9))") == "b'old'"
+
+
+#: What is removed as a process ends, made before a branch; and its paths.
+REMOVED_AT_THE_END = """
+import glob, os, tempfile
+from multiprocessing import shared_memory
+directory = tempfile.TemporaryDirectory(); file = tempfile.NamedTemporaryFile()
+memory = shared_memory.SharedMemory(create=True, size=9); memory.buf[0] = 7
+paths = [directory.name, file.name, f'/dev/shm/{memory.name}']
+"""
+
+
+async def test_what_a_branch_would_remove_at_its_end_is_left_to_the_other_kernel(kernel, tmp_path):
+    await kernel.run(REMOVED_AT_THE_END)
+    image = await kernel.provisioner.save("point")
+    async with branch_of(image.id, kernel, tmp_path / "branch") as branch:
+        await kernel.provisioner.checkpoint()
+        own = await branch.run("own = tempfile.TemporaryDirectory(); print(own.name)")
+        await branch.run("file.close(); del file, directory; memory.close(); import gc; _ = gc.collect()")
+        assert await branch.run("print(*map(os.path.exists, paths))") == "True True True"
+        branch.client.shutdown()
+        while await branch.manager.is_alive():
+            await asyncio.sleep(0.05)
+    assert not os.path.exists(own), "what it has made itself is removed"
+    assert await kernel.run("print(*map(os.path.exists, paths), memory.buf[0])") == "True True True 7"
+    await kernel.run("directory.cleanup(); file.close(); memory.close(); memory.unlink()")
+    assert await kernel.run("print(*map(os.path.exists, paths))") == "False False False"
+
+
+async def test_keys_of_the_cryptography_package_are_not_the_same_in_both_kernels(kernel, tmp_path):
+    """A copy of OpenSSL is linked into its own library."""
+    await kernel.run(
+        "from cryptography.hazmat.primitives.asymmetric import ec\n"
+        "def key():\n"
+        "    private = ec.generate_private_key(ec.SECP256R1())\n"
+        "    return hex(private.private_numbers().private_value)\n"
+        "key()"
+    )
+    image = await kernel.provisioner.save("point")
+    async with branch_of(image.id, kernel, tmp_path / "one") as one, branch_of(image.id, kernel, tmp_path / "b") as two:
+        keys = [await each.run("print(key())") for each in (kernel, one, two)]
+    assert len({*keys}) == 3
+
+
 async def test_a_branch_s_manager_is_its_own_whatever_becomes_of_the_other(kernel, tmp_path):
     """Its server listens at a path that the other kernel's has, too, in a directory that the program removes."""
     await kernel.run("import multiprocessing; manager = multiprocessing.Manager(); shared = manager.dict(x=1)")

@@ -124,6 +124,7 @@ NOT_TWICE = {
     "a name of a socket": "import socket; s = socket.socket(socket.AF_UNIX); s.bind('name'); s.listen()",
     "an abstract name": "import os, socket; s = socket.socket(socket.AF_UNIX); s.bind(f'\\0a-{os.urandom(8).hex()}')",
     "a lock": "import fcntl; f = open('lock', 'w'); fcntl.flock(f, fcntl.LOCK_EX)",
+    "a named pipe": "import os; os.mkfifo('pipe'); f = os.open('pipe', os.O_RDWR); _ = os.write(f, b'1')",
     "a deleted file": "f = open('gone', 'w+'); import os; f.write('1'); f.flush(); os.unlink('gone')",
     "shared memory": "from multiprocessing import shared_memory as m; s = m.SharedMemory(create=True, size=9)",
 }

@@ -60,6 +60,15 @@ def test_a_restart_can_be_undone(living):
     assert saves(living, kernel_id) == ["before a restart", "before going back"]
 
 
+def test_a_restart_right_behind_the_cell_that_woke_the_kernel_can_be_undone(living):
+    kernel_id = living.start_kernel()
+    living.run(kernel_id, "x = 41")
+    assert living.do(kernel_id, "checkpoint")["error"] is None
+    assert living.run(kernel_id, "print(x)") == "41"
+    assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
+    assert saves(living, kernel_id) == ["before a restart"]
+
+
 @pytest.mark.parametrize("moment", ["asleep", "falling asleep", "waking"])
 def test_a_restart_of_a_sleeping_kernel_can_be_undone(living, moment):
     """Its image is there already: it becomes the save point, also while it is being written or restored."""

@@ -75,7 +75,7 @@ def disconnect(attempt: Attempt) -> None:
     while any(count >= before[path] for path, count in preflight.open_connections(pid, own).items()):
         if time.monotonic() > deadline:
             raise errors.GateError("The kernel does not close its connections to the gate.")
-        time.sleep(0.002)
+        time.sleep(0.0005)
 
 
 def _note_inherited_files(kernel: KernelState) -> None:

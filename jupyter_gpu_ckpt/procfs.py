@@ -191,10 +191,10 @@ def described(pid: int) -> str:
     return f"process {pid}"
 
 
-def maps(pid: int) -> list[MemoryMapping]:
-    """Return the mappings in ascending order."""
+def maps(pid: int, *, named: str = "") -> list[MemoryMapping]:
+    """Return the mappings in ascending order; only those with ``named`` in their names, if it is given."""
     found = []
-    for line in lines(read(f"/proc/{pid}/maps")):
+    for line in (line for line in lines(read(f"/proc/{pid}/maps")) if named in line):
         words = line.split(None, 5)
         start, _, end = words[0].partition("-")
         addresses = int(start, 16), int(end, 16)

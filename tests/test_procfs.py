@@ -246,3 +246,10 @@ def test_nobody_else_reads_what_is_read_here():
 def test_limits_are_those_of_getrlimit():
     names = [name for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"]
     assert procfs.limits(os.getpid()) == {name: resource.getrlimit(getattr(resource, name)) for name in names}
+
+
+def test_mappings_by_a_part_of_their_names_are_those_of_all_that_have_it():
+    everything = procfs.maps(os.getpid())
+    wanted = [mapping for mapping in everything if "libc.so" in mapping.name]
+    assert wanted and procfs.maps(os.getpid(), named="libc.so") == wanted
+    assert procfs.maps(os.getpid(), named="no library has this name") == []

@@ -293,14 +293,19 @@ class Agent:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-            if stream is not None and not stream.closed:
-                stream.flush()
+        streams = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]
         for logger in (logging.getLogger(), *logging.Logger.manager.loggerDict.values()):
             for handler in getattr(logger, "handlers", ()):
                 # Other handlers buffer records on purpose (MemoryHandler).
                 if isinstance(handler, logging.StreamHandler):
-                    handler.flush()
+                    if type(handler).flush is logging.StreamHandler.flush:
+                        streams.append(handler.stream)
+                    else:
+                        handler.flush()
+        # Each once: PyTorch has forty handlers of one stream, and ipykernel's wait for another thread at each flush.
+        for stream in {id(stream): stream for stream in streams}.values():
+            if stream is not None and hasattr(stream, "flush") and not getattr(stream, "closed", False):
+                stream.flush()
         self._iopub.flush()
 
     def _undo_quiesce(self, errors: list[str]) -> None:

@@ -59,7 +59,7 @@ class IOPub:
         while _has("self", listeners):
             if time.monotonic() > deadline:
                 raise TimeoutError("the listener for children's output did not close")
-            time.sleep(0.002)
+            time.sleep(0.0002)
         return True
 
     @property
@@ -119,9 +119,9 @@ class IOPub:
 
 
 def _listeners(port: int) -> set[str]:
-    """Return the sockets that listen on ``port``, as descriptors link to them (proc_pid_net(5): state 0A is LISTEN)."""
-    rows = probes.table("tcp")
-    return {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
+    """Return the sockets of this process that listen on ``port``, as descriptors link to them."""
+    sockets = [(number, target) for number, target in probes.links() if target.startswith("socket:[")]
+    return {target for number, target in sockets if probes.listens_on(number, port)}
 
 
 def _has(pid: str, sockets: set[str]) -> bool:

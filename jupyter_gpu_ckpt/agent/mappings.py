@@ -144,13 +144,13 @@ def rehome() -> tuple[int, list[dict[str, Any]]]:
             reasons[path] = reason
         else:
             done, copied = done + 1, copied + mapping.size
-    return done, still_deleted(reasons)
+    return done, still_deleted(read() if shared else everything, reasons)
 
 
-def still_deleted(reasons: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """Return the deleted files that this process maps now, an entry for each file."""
+def still_deleted(mappings: list[Mapping], reasons: dict[str, str] | None = None) -> list[dict[str, Any]]:
+    """Return the deleted files among these mappings, an entry for each file."""
     files: dict[str, dict[str, Any]] = {}
-    for mapping in deleted(read()):
+    for mapping in deleted(mappings):
         kind = "shared" if mapping.shared else "private"
         entry = files.setdefault(mapping.path, {"path": mapping.path, "kind": kind, "size": 0, "reason": ""})
         entry["size"] += mapping.size
@@ -158,9 +158,9 @@ def still_deleted(reasons: dict[str, str] | None = None) -> list[dict[str, Any]]
     return list(files.values())
 
 
-def living_shared_memory() -> list[str]:
+def living_shared_memory(mappings: list[Mapping]) -> list[str]:
     """Return the mapped, existing files of /dev/shm, which must be there, unchanged, at the restore."""
-    return sorted({found.path for found in read() if found.path.startswith("/dev/shm/") and not found.deleted})  # noqa: S108
+    return sorted({found.path for found in mappings if found.path.startswith("/dev/shm/") and not found.deleted})  # noqa: S108
 
 
 def _living_names() -> dict[tuple[str, int], str]:

@@ -39,6 +39,7 @@ def probe(errors: list[str], name: str, call: Callable[[], Any], default: Any) -
 
 def report(kernel: Any, pipe_port: int | None, errors: list[str]) -> dict[str, Any]:
     """Return the report of a preflight or a quiesce, JSON-serialisable; sizes in bytes."""
+    mapped: list[mappings.Mapping] = probe(errors, "mappings", mappings.read, [])  # once: it has hundreds of lines
     checks: list[tuple[str, Callable[[], Any], Any]] = [
         ("python", platform.python_version, ""),
         ("ipykernel", lambda: _version("ipykernel"), ""),
@@ -52,8 +53,8 @@ def report(kernel: Any, pipe_port: int | None, errors: list[str]) -> dict[str, A
         ("torch_pools", torch_pools, False),
         ("nvml", gpu_memory.nvml_initialized, False),
         ("sockets", lambda: foreign_sockets(own_endpoints(kernel, pipe_port)), []),
-        ("deleted_mappings", mappings.still_deleted, []),
-        ("shm_files", mappings.living_shared_memory, []),
+        ("deleted_mappings", lambda: mappings.still_deleted(mapped), []),
+        ("shm_files", lambda: mappings.living_shared_memory(mapped), []),
         ("open_files", open_files, []),
     ]
     found = {name: probe(errors, name, check, default) for name, check, default in checks}
@@ -234,6 +235,24 @@ def _peer_pid(descriptor: int) -> int:
     if libc.getsockopt(descriptor, socket.SOL_SOCKET, _SO_PEERCRED, credentials, ctypes.byref(length)) != 0:
         return 0
     return int(credentials[0])
+
+
+def listens_on(descriptor: int, port: int) -> bool:
+    """Return whether a descriptor is a listener of TCP at this port, of IPv4.
+
+    Not by /proc/self/net/tcp, for which Linux walks all of a hash table.
+    """
+    libc, address, length = ctypes.CDLL(None), ctypes.create_string_buffer(16), ctypes.c_uint(16)
+    listens, size = ctypes.c_int(), ctypes.c_uint(4)
+    if libc.getsockname(descriptor, address, ctypes.byref(length)) != 0:
+        return False
+    family, number = struct.unpack_from("=H", address)[0], struct.unpack_from("!H", address, 2)[0]
+    if family != socket.AF_INET or number != port:
+        return False
+    option = libc.getsockopt(
+        descriptor, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(listens), ctypes.byref(size)
+    )
+    return bool(option == 0 and listens.value)
 
 
 def _peer_path(descriptor: int) -> str:

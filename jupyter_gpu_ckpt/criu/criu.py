@@ -87,7 +87,7 @@ _CAUSES: tuple[tuple[str, type[CriuError | NoSpace | LimitReached], str], ...] =
         "The kernel may not have the few MiB of memory that CRIU needs in it (RLIMIT_AS).",
     ),
     (
-        r"(?:Unable to create a thread: -11|Can't fork for \d+: Resource temporarily unavailable)()",
+        r"(?:Unable to create a thread: -11|\bfork\b.*: Resource temporarily unavailable)()",
         LimitReached,
         "The kernel had more threads and processes than this user (RLIMIT_NPROC) or this control group (pids.max) may "
         "have besides those that run now.",

@@ -765,7 +765,7 @@ def _mode(name: str, directory: int) -> int:
 
 def _published(pid: int) -> _Published:
     """Read what the library in a process publishes, behind its mark.  Raises `OSError`."""
-    mappings = (mapping for mapping in procfs.maps(pid) if mapping.permissions.startswith("rw"))
+    mappings = (mapping for mapping in procfs.maps(pid, named=_LIBRARY) if mapping.permissions.startswith("rw"))
     library = [mapping for mapping in mappings if mapping.name.removesuffix(" (deleted)").endswith(_LIBRARY)]
     found = procfs.published(pid, library, _MARK, _PUBLISHED.size)
     return _NOTHING if found is None else _Published(*_PUBLISHED.unpack(found))

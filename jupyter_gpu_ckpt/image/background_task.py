@@ -11,6 +11,9 @@ from typing import TypeVar
 
 _Result = TypeVar("_Result")
 
+#: Seconds between two calls of a function that follows what the body does.
+_POLL_SECONDS = 0.005
+
 
 @contextlib.contextmanager
 def beside(work: Callable[[], _Result]) -> Iterator[Future[_Result]]:
@@ -63,3 +66,38 @@ class BackgroundTask:
         self._cancelled.set()
         if wait_for_end:
             wait([self._future])
+
+
+@contextlib.contextmanager
+def following(
+    name: str,
+    advance: Callable[[Callable[[], None]], object],
+    finish: Callable[[Callable[[], None]], object],
+    check: Callable[[], object],
+) -> Iterator[None]:
+    """Call ``advance`` every few milliseconds on a thread beside the body, and ``finish`` there after it.
+
+    Both get a function to call often: it calls ``check``, and raises `CancelledError` once the body has failed; then
+    ``finish`` is not called.  The thread has ended in any case when this returns.  Raises what the functions raise,
+    after the body.
+    """
+    ended = threading.Event()
+
+    def work(check_task: Callable[[], None]) -> None:
+        def check_cancelled() -> None:
+            check()
+            check_task()
+
+        while not ended.wait(_POLL_SECONDS):
+            check_cancelled()
+            advance(check_cancelled)
+        finish(check_cancelled)
+
+    task = BackgroundTask(name, work)
+    try:
+        yield
+    except BaseException:  # which says more than what the task may raise
+        task.cancel(wait_for_end=True)
+        raise
+    ended.set()
+    task.wait()

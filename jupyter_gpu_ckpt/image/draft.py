@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ from ..files import clone
 from ..files.atomic import flush, write_atomically
 from ..files.disk import mapped_errors
 from . import device_memory, encryption, layout, lease, links, shared_chunks, verify
+from .background_task import following
 from .encryption import Vault
 from .generations import Generations
 from .image import Image
@@ -126,7 +128,30 @@ class Draft:
             written = device_memory.write(
                 extents, directory, codec, check_cancelled, removes=removes, continues=continues
             )
-            self._known = {layout.device_file(name): entry for name, entry in written.items()}
+            self._known |= {layout.device_file(name): entry for name, entry in written.items()}
+
+    @contextlib.contextmanager
+    def hashing_pages(self, check_cancelled: Callable[[], object]) -> Iterator[None]:
+        """Hash CRIU's files of pages beside the body, which writes them and whose files nobody changes later.
+
+        CRIU writes each from its start to its end (``write_pages_loc`` in its page-xfer.c: splice(2) without an
+        offset).  Those of an encrypted image are hashed later, as they are stored.  Raises what the function raises,
+        `NoSpace`, `StoreUnwritable`.
+        """
+        if self.criu_directory != self.path / layout.CRIU:
+            yield
+            return
+
+        def finish(check: Callable[[], None]) -> None:
+            hashed = pages.finish(check)
+            self._known |= {str(path.relative_to(self.path)): entry for path, entry in hashed.items()}
+
+        mapped = mapped_errors(self._root)
+        with (
+            verify.GrowingFiles(self.criu_directory, layout.PAGES) as pages,
+            following("gpu-ckpt-pages", mapped(pages.advance), mapped(finish), check_cancelled),
+        ):
+            yield
 
     def copy(self, source: Image, *, whole: bool = False) -> None:
         """Copy all files of an image but its session, or share them: encrypted or not, as they are.
@@ -191,7 +216,7 @@ class Draft:
             # same.  Beside device memory, most that CRIU writes is zeros: the context that the CUDA driver restores in
             # the process (145,143 of 225,845 pages with PyTorch on an H200).  So these files are flushed after hashing.
             with ThreadPoolExecutor(8) as pool:
-                last = [path for path in files if self._known and str(path.relative_to(self.path)) not in self._known]
+                last = [path for path in files if self._known and self._is_unhashed_memory(path)]
                 flushing = [pool.submit(flush, path) for path in files if path not in last]
                 entries = verify.entries(
                     self.path, punch=True, known=self._known, of_branch=bool(manifest.branched_from)
@@ -227,6 +252,10 @@ class Draft:
         with contextlib.suppress(KeyUnusable):  # the image is there; an older one put back may go unnoticed
             self._generations.record_published(manifest)
         return Image(target, manifest)
+
+    def _is_unhashed_memory(self, path: Path) -> bool:
+        name = str(path.relative_to(self.path))
+        return name not in self._known and fnmatch.fnmatchcase(name, layout.PAGES_FILES)
 
     def _divide_pages(self) -> None:
         """Divide large files of pages into chunks, to share them; not of an encrypted image, nor of a copy."""

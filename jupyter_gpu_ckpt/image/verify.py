@@ -18,12 +18,12 @@ Limits are in docs/threat-model.md: a program that runs as this user can do all 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fnmatch
 import functools
 import hmac
 import json
-import mmap
 import os
 import stat
 from collections import deque
@@ -52,6 +52,8 @@ HOLE = 64 << 10
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1  # <linux/falloc.h>
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_SYNC_FILE_RANGE_WRITE = 2  # <fcntl.h>
 
 
 def read_manifest(path: Path) -> bytes:
@@ -211,18 +213,21 @@ class _Readers:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
 
-    def blocks(self, fd: int, size: int) -> Iterator[memoryview]:
-        """Yield the first ``size`` bytes of ``fd``, or fewer if it ends before; a block is valid until the next one."""
-        count = min(DEPTH, -(-size // BLOCK))
+    def blocks(self, fd: int, start: int, end: int) -> Iterator[memoryview]:
+        """Yield the bytes of ``fd`` between two offsets, or fewer if it ends before; a block is valid until the next.
+
+        ``start`` is at a block's beginning.
+        """
+        count = min(DEPTH, -(-(end - start) // BLOCK))
         while len(self._buffers) < count:
-            self._buffers.append(memoryview(mmap.mmap(-1, BLOCK)))
+            self._buffers.append(direct_io.buffer(BLOCK))
         if count == 1:  # most files of an image are that small
-            yield _read_block(fd, self._buffers[0][:size], 0)
+            yield _read_block(fd, self._buffers[0][: end - start], start)
             return
         pending: deque[Future[memoryview]] = deque()
         try:
-            for number, offset in enumerate(range(0, size, BLOCK)):
-                buffer = self._buffers[number % count][: min(BLOCK, size - offset)]
+            for number, offset in enumerate(range(start, end, BLOCK)):
+                buffer = self._buffers[number % count][: min(BLOCK, end - offset)]
                 pending.append(self._pool.submit(_read_block, fd, buffer, offset))
                 if len(pending) == count:
                     yield pending.popleft().result()
@@ -250,16 +255,106 @@ def _hashing_threads() -> int:
 
 def _digest(path: Path, size: int, readers: _Readers, *, punch: bool = False, progress: Progress | None = None) -> str:
     """Return the BLAKE3 of the first ``size`` bytes of a file, in hex.  Raises `OSError`."""
-    hasher = blake3(max_threads=_hashing_threads())
-    fd = os.open(path, (os.O_RDWR if punch else os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "r+b" if punch else "rb", buffering=0):
-        for number, block in enumerate(readers.blocks(fd, size)):
-            hasher.update(block)
-            if punch:
-                punch_zeros(fd, block, number * BLOCK)
+    with _Hashing(path, readers, punch=punch, threads=_hashing_threads()) as hashing:
+        hashing.advance(size, progress)
+        return hashing.digest()
+
+
+class _Hashing:
+    """The hashing of one file from its start, by ``threads``; with ``punch`` zeros become holes on the way."""
+
+    def __init__(self, path: Path, readers: _Readers, *, punch: bool, threads: int) -> None:
+        self._readers, self._punch = readers, punch
+        self._hasher = blake3(max_threads=threads)
+        self._fd = os.open(path, (os.O_RDWR if punch else os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        #: Bytes hashed so far.
+        self.bytes = 0
+
+    def __enter__(self) -> _Hashing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def size(self) -> int:
+        """Return the file's size now, in bytes."""
+        return os.fstat(self._fd).st_size
+
+    def is_all_of(self, path: Path) -> bool:
+        """Return whether what was hashed is the file that is at ``path`` now, as far as its size shows."""
+        try:
+            facts = path.lstat()
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(facts, os.fstat(self._fd)) and facts.st_size == self.bytes
+
+    def advance(self, end: int, progress: Progress | None = None) -> None:
+        """Hash what follows, up to ``end`` or the end of the file.  Raises `OSError`, and what ``progress`` raises."""
+        for block in self._readers.blocks(self._fd, self.bytes, end):
+            self._hasher.update(block)
+            if self._punch:
+                punch_zeros(self._fd, block, self.bytes)
+            self.bytes += len(block)
             if progress is not None:
                 progress(len(block))
-    return hasher.hexdigest()
+
+    def begin_to_write(self, start: int, end: int) -> None:
+        """Have Linux begin to write a range of the file to the disk; a flush will have less to do."""
+        _libc.sync_file_range(self._fd, start, end - start, _SYNC_FILE_RANGE_WRITE)  # nothing depends on its success
+
+    def digest(self) -> str:
+        """Return the hash of what was hashed, in hex."""
+        return self._hasher.hexdigest()
+
+
+class GrowingFiles:
+    """Hashes the files of a directory that match a pattern while another process writes each from its start to its end.
+
+    Zeros become holes on the way, and the rest begins to be written to the disk: a checkpoint with 0.3 GB of pages on
+    ext4 published in 0.04 s instead of 0.2 s.  For one thread: `advance` from time to time, `finish` when the other
+    process has ended well.  Both call ``check`` after each block, and raise what it raises, and `OSError`.
+    """
+
+    def __init__(self, directory: Path, pattern: str) -> None:
+        self._directory, self._pattern = directory, pattern
+        self._open = contextlib.ExitStack()
+        self._readers = self._open.enter_context(_Readers())
+        self._files: dict[Path, _Hashing] = {}
+        #: Begins to write, which waits for the disk where many writes are on their way to it.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="image-write")
+
+    def __enter__(self) -> GrowingFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.shutdown(cancel_futures=True)
+        self._open.close()
+
+    def advance(self, check: Callable[[], object]) -> None:
+        """Hash all whole blocks that are there."""
+        for file in self._found().values():
+            self._hash(file, file.size() // BLOCK * BLOCK, check)
+
+    def finish(self, check: Callable[[], object]) -> dict[Path, FileEntry]:
+        """Hash what is left, and return the files' entries; none of a file that is not the one that was hashed."""
+        files = self._found()
+        for file in files.values():
+            self._hash(file, file.size(), check)
+        return {path: FileEntry(file.bytes, file.digest()) for path, file in files.items() if file.is_all_of(path)}
+
+    def _hash(self, file: _Hashing, end: int, check: Callable[[], object]) -> None:
+        start = file.bytes
+        file.advance(end, lambda _: check())
+        if start < file.bytes:
+            self._writer.submit(file.begin_to_write, start, file.bytes)
+
+    def _found(self) -> dict[Path, _Hashing]:
+        for path in self._directory.glob(self._pattern):
+            if path not in self._files:
+                # One thread is faster than the writer, which needs a processor, too.
+                file = _Hashing(path, self._readers, punch=True, threads=1)
+                self._files[path] = self._open.enter_context(file)
+        return self._files
 
 
 def _read_block(fd: int, buffer: memoryview, offset: int) -> memoryview:

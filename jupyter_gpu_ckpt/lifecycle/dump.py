@@ -26,7 +26,7 @@ from ..cuda.fastpath import unlink_extents
 from ..errors import GpuCkptError
 from ..files.disk import mapped_errors
 from ..image import chunk_cache, device_memory, kept_files, layout
-from ..image.background_task import BackgroundTask, beside
+from ..image.background_task import BackgroundTask, beside, following
 from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.image import Image
@@ -47,8 +47,6 @@ _log = logging.getLogger(__name__)
 #: Dumps of this process at once.  Each takes some MiB of pipes, and Linux gives an ordinary user 64 MiB of them for all
 #: processes together (fs.pipe-user-pages-soft, pipe(7)): 20 at once had enough, of 50 a quarter did not.
 _TURNS = threading.BoundedSemaphore(8)
-#: Seconds between two readings of how far CRIU is.
-_POLL_SECONDS = 0.005
 #: Dumps that are tried while a child of the kernel is killed during each; and while each is interrupted by a signal, or
 #: meets the kernel at a moment whose state passes.
 _TRIES, _TRIES_INTERRUPTED = 3, 5
@@ -77,7 +75,7 @@ def disconnect(attempt: Attempt) -> None:
     while any(count >= before[path] for path, count in preflight.open_connections(pid, own).items()):
         if time.monotonic() > deadline:
             raise errors.GateError("The kernel does not close its connections to the gate.")
-        time.sleep(0.002)
+        time.sleep(0.0005)
 
 
 def _note_inherited_files(kernel: KernelState) -> None:
@@ -205,36 +203,13 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
 
     ``bytes``: resident; ``needed``: what the image may need.
     """
-    kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
-    shares = attempt.save_point is not None
+    kernel, shares = attempt.kernel, attempt.save_point is not None
     draft = kernel.engine.store.begin(kernel.home.kernel_id, needed, shares=shares)
     attempt.draft = draft  # `KernelState.written` counts it
     try:
-        with (
-            draft.work_directory() as work,
-            device_memory_written(attempt, draft, needed),
-            _turn_to_dump(kernel),
-            _shared_pages_dropped(attempt, draft),
-        ):
-            deadline, freeze = kernel.deadline(bytes), kernel.saved.cuda
-            children = [pid for pid in cuda_processes.states(kernel) if pid != capsule.host_pid] if freeze else []
-            draft.note_before_dump(capsule.processes())
-            with attempt.traced.part("criu"):
-                kernel.engine.criu.dump(
-                    capsule, draft.criu_directory, timeout=deadline, freeze=freeze, children=children, work=work
-                )
-        inspect = functools.partial(capsule.inspect, allow_unconfined=kernel.settings.allow_unconfined_wake)
-        part = attempt.traced.part
-        with part("inspect"), beside(inspect) as inspection:  # the capsule's init does while the image is read here
-            with part("fingerprint"):
-                files = images.regular_files(draft.criu_directory)
-                _require_restorable(draft.criu_directory, files)
-                attempt.fingerprint = _fingerprint(attempt, draft.criu_directory, files)
-            attempt.notes = _require_proven(inspection.result(), draft.criu_directory)
-        with part("files"):
-            _keep_files(attempt, draft)
-        with part("fit"):
-            _require_fit(kernel)  # the parent of a process may have been killed meanwhile: then it is not in the image
+        with _pages_hashed(attempt, draft):
+            _run_criu(attempt, draft, bytes, needed)
+            _examine(attempt, draft)
         attempt.manifest = _manifest(attempt)
         return draft.size() + attempt.dropped_bytes
     except BaseException:
@@ -244,6 +219,42 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
         with contextlib.suppress(errors.CapsuleError, errors.CapsuleGone):  # it ended
             _resume_processes(attempt)  # CRIU may have succeeded, and its answer come too late
         raise
+
+
+def _run_criu(attempt: Attempt, draft: Draft, bytes: int, needed: int) -> None:
+    """Have CRIU write its files, and write device memory beside it.  ``bytes``, ``needed``: as for `_write_image`."""
+    kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
+    with (
+        draft.work_directory() as work,
+        device_memory_written(attempt, draft, needed),
+        _turn_to_dump(kernel),
+        _shared_pages_dropped(attempt, draft),
+    ):
+        deadline, freeze = kernel.deadline(bytes), kernel.saved.cuda
+        children = [pid for pid in cuda_processes.states(kernel) if pid != capsule.host_pid] if freeze else []
+        draft.note_before_dump(capsule.processes())
+        with attempt.traced.part("criu"):
+            kernel.engine.criu.dump(
+                capsule, draft.criu_directory, timeout=deadline, freeze=freeze, children=children, work=work
+            )
+
+
+def _examine(attempt: Attempt, draft: Draft) -> None:
+    """Refuse a dump that could not be restored as it is now, and note what a restore needs besides."""
+    kernel, part = attempt.kernel, attempt.traced.part
+    inspect = functools.partial(
+        kernel.require_capsule().inspect, allow_unconfined=kernel.settings.allow_unconfined_wake
+    )
+    with part("inspect"), beside(inspect) as inspection:  # the capsule's init does while the image is read here
+        with part("fingerprint"):
+            files = images.regular_files(draft.criu_directory)
+            _require_restorable(draft.criu_directory, files)
+            attempt.fingerprint = _fingerprint(attempt, draft.criu_directory, files)
+        attempt.notes = _require_proven(inspection.result(), draft.criu_directory)
+    with part("files"):
+        _keep_files(attempt, draft)
+    with part("fit"):
+        _require_fit(kernel)  # the parent of a process may have been killed meanwhile: then it is not in the image
 
 
 def _keep_files(attempt: Attempt, draft: Draft) -> None:
@@ -256,40 +267,34 @@ def _keep_files(attempt: Attempt, draft: Draft) -> None:
     attempt.kept = kept_files.keep(files, attempt.replaced, draft.criu_directory / layout.KEPT, most, free)
 
 
+def _pages_hashed(attempt: Attempt, draft: Draft) -> contextlib.AbstractContextManager[None]:
+    """Hash CRIU's files of pages beside the body, where that is all that is done with them.
+
+    Pages that processes share are dropped from them, and a save point divides them.  A process that is forked from now
+    on may have them changed all the same: then its files are hashed again.
+    """
+    if attempt.save_point is not None or attempt.kernel.require_capsule().processes()[1:]:
+        return contextlib.nullcontext()
+    return draft.hashing_pages(attempt.kernel.cancellation.check)
+
+
 @contextlib.contextmanager
 def _shared_pages_dropped(attempt: Attempt, draft: Draft) -> Iterator[None]:
     """Drop pages that processes share from what CRIU writes in the body, meanwhile; all of them after the body."""
-    kernel, ended = attempt.kernel, threading.Event()
     attempt.dropped_bytes = attempt.shared_bytes = 0
-    processes = kernel.require_capsule().processes()
+    processes = attempt.kernel.require_capsule().processes()
     if not processes[1:]:
         yield
         return
     pages = SharedPages(draft.criu_directory, _parents(processes))
+    mapped = mapped_errors(attempt.kernel.engine.store.root)
 
-    def work(check_task: Callable[[], None]) -> None:
-        def check_cancelled() -> None:
-            attempt.dropped_bytes = pages.dropped
-            kernel.cancellation.check()
-            check_task()
+    def check() -> None:
+        attempt.dropped_bytes = pages.dropped
+        attempt.kernel.cancellation.check()
 
-        while not ended.wait(_POLL_SECONDS):
-            check_cancelled()
-            pages.advance(check_cancelled)
-        pages.finish(check_cancelled)
-
-    task = BackgroundTask("gpu-ckpt-pages", work)
-    try:
+    with following("gpu-ckpt-pages", mapped(pages.advance), mapped(pages.finish), check):
         yield
-    except BaseException:
-        task.cancel()
-        ended.set()
-        with contextlib.suppress(Exception):  # the body's own error says more
-            task.wait()
-        raise
-    ended.set()
-    with mapped_errors(kernel.engine.store.root):
-        task.wait()
     attempt.dropped_bytes, attempt.shared_bytes = pages.dropped, pages.shared
 
 
@@ -577,7 +582,7 @@ def _fingerprint(attempt: Attempt, directory: Path, regular_files: Iterable[imag
     engine, saved = attempt.kernel.engine, attempt.kernel.saved
     shared, program = f"{attempt.kernel.home.inner_dir}/{shared_memory.DIRECTORY}/", root_program.path_of(directory)
     files = [each for each in regular_files if not each.path.startswith(shared)]
-    pages = sum(path.stat().st_blocks * 512 for path in directory.glob(layout.PAGES))
+    pages = sum(path.stat().st_size for path in directory.glob(layout.PAGES))
     return fingerprint(
         files=(vars(file) for file in files if file.path != program),  # it is in the image, as the shared ones
         ports=map(dataclasses.asdict, images.ports(directory)),

@@ -51,6 +51,28 @@ def test_quiesce_leaves_no_tcp_and_no_database_and_thaw_brings_them_back(start: 
     assert "IPythonHistorySavingThread" in kernel.report("report")["threads"]
 
 
+def test_a_stream_of_many_handlers_is_flushed_once(start: Callable[..., Any]) -> None:
+    """PyTorch has forty of ipykernel's, where each flush waits for another thread."""
+    kernel = start()
+    kernel.run(
+        """if True:
+        import io, logging
+        flushes = []
+        class Stream(io.StringIO):
+            def flush(self): flushes.append("stream")
+        class Handler(logging.StreamHandler):
+            def flush(self): flushes.append("handler")
+        stream, closed = Stream(), io.StringIO()
+        closed.close()
+        for number in range(40): logging.getLogger(f"of.{number}").addHandler(logging.StreamHandler(stream))
+        logging.getLogger("own").addHandler(Handler(stream))
+        logging.getLogger("closed").addHandler(logging.StreamHandler(closed))"""
+    )
+    assert kernel.report("quiesce")["probe_errors"] == []
+    kernel.report("thaw")
+    assert kernel.run("print(sorted(flushes))").strip() == "['handler', 'stream']"
+
+
 def test_everything_is_idempotent(start: Callable[..., Any]) -> None:
     kernel = start()
     port = kernel.tcp_sockets()

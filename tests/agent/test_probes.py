@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from jupyter_gpu_ckpt.agent import iopub, probes
+from jupyter_gpu_ckpt.agent import iopub, mappings, probes
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,30 @@ def test_the_end_of_the_listener_is_seen_by_its_descriptor(monkeypatch):
     monkeypatch.setattr(probes, "table", lambda kind: (read.append(kind), table(kind))[1])
     thread = Listener()
     assert iopub.IOPub(types.SimpleNamespace(iopub_thread=thread)).unbind()
-    assert (thread.descriptor, read) == (-1, ["tcp"])
+    assert (thread.descriptor, read) == (-1, []), "the table of TCP takes milliseconds"
+
+
+def test_only_a_listener_of_tcp_at_the_port_is_one():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(type=socket.SOCK_DGRAM) as udp:
+        port = server.getsockname()[1]
+        udp.bind(("127.0.0.1", port))
+        with socket.create_connection(("127.0.0.1", port)) as client, server.accept()[0] as accepted:
+            assert accepted.getsockname()[1] == port
+            found = [probes.listens_on(each.fileno(), port) for each in (server, client, accepted, udp)]
+            assert found == [True, False, False, False]
+        assert not probes.listens_on(server.fileno(), port + 1)
+    one, other = socket.socketpair()
+    with one, other, open(os.devnull) as file:
+        assert not any(probes.listens_on(each.fileno(), 0) for each in (one, file))
+
+
+def test_mappings_are_read_once_for_a_report(monkeypatch):
+    """Linux writes hundreds of lines anew for each reader."""
+    read, calls = mappings.read, []
+    monkeypatch.setattr(mappings, "read", lambda: calls.append("read") or read())
+    report = probes.report(None, None, [])
+    assert (report["probe_errors"], calls) == ([], ["read"])
+    assert (mappings.rehome()[1], len(calls)) == (report["deleted_mappings"], 2)
 
 
 def test_a_listener_that_a_child_has_stays(monkeypatch):

@@ -156,6 +156,16 @@ LINES = [
         "more threads and processes than",
     ),
     (
+        "(00.004) Error (criu/namespaces.c:1100): fork() failed: Resource temporarily unavailable",
+        "LIMIT_REACHED",
+        "more threads and processes than",
+    ),
+    (
+        "(00.004) Error (criu/namespaces.c:1100): Can't fork ns dumper: Resource temporarily unavailable",
+        "LIMIT_REACHED",
+        "more threads and processes than",
+    ),
+    (
         "pie: 14847: Error (criu/pie/restorer.c:2185): Unable to create a thread: -11",
         "LIMIT_REACHED",
         "more threads and processes than",

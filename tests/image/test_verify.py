@@ -19,6 +19,7 @@ from blake3 import blake3
 from images import FACTS, FILES, publish
 
 from jupyter_gpu_ckpt.errors import ImageDamaged, ImageError, ImageForged, ImageStale
+from jupyter_gpu_ckpt.files import clone
 from jupyter_gpu_ckpt.image import verify
 from jupyter_gpu_ckpt.image.generations import Generations
 from jupyter_gpu_ckpt.image.keys import Keyring
@@ -414,6 +415,82 @@ def test_hashes_of_files_one_after_the_other_are_each_file_s_own(tmp_path):
             content = random.Random(size).randbytes(size)
             (tmp_path / "file").write_bytes(content)
             assert verify._digest(tmp_path / "file", size, readers) == blake3(content).hexdigest()
+
+
+@pytest.mark.parametrize("pieces", [[1], [verify.BLOCK], [verify.BLOCK + 1, 3 * verify.BLOCK - 1, 1], [5 << 20] * 9])
+def test_files_that_grow_between_reads_have_the_entries_that_they_have_afterwards(tmp_path, pieces):
+    grown, expected, content = tmp_path / "grown", tmp_path / "expected", random.Random(3)
+    for directory in (grown, expected):
+        directory.mkdir()
+        (directory / "inventory.img").write_bytes(b"not pages")
+    with verify.GrowingFiles(grown, "pages-*.img") as files:
+        for name in ("pages-1.img", "pages-2.img"):  # one after the other, as CRIU does
+            for number, size in enumerate(pieces):
+                piece = bytes(size) if number % 2 else content.randbytes(size)
+                for directory in (grown, expected):
+                    with open(directory / name, "ab") as file:
+                        file.write(piece)
+                files.advance(lambda: None)
+        found = files.finish(lambda: None)
+    same = verify.entries(expected, punch=True)
+    assert {path.name: entry for path, entry in found.items()} == {
+        name: same[name] for name in same.keys() - {"inventory.img"}
+    }
+    for path in found:
+        assert path.read_bytes() == (expected / path.name).read_bytes()
+        assert holes(path) == holes(expected / path.name)
+
+
+def holes(path) -> list[tuple[int, int]]:
+    with open(path, "rb") as file:
+        return list(clone.data_ranges(file.fileno()))
+
+
+def test_of_a_file_that_grows_no_block_is_hashed_before_it_is_whole(tmp_path):
+    path = tmp_path / "pages-1.img"
+    path.write_bytes(bytes(verify.BLOCK) + b"half")
+    with verify.GrowingFiles(tmp_path, path.name) as files:
+        files.advance(lambda: None)
+        path.write_bytes(bytes(verify.BLOCK) + b"whole")
+        assert files.finish(lambda: None) == {path: verify.entries(tmp_path)[path.name]}
+
+
+@pytest.mark.parametrize("change", ["shorter", "replaced", "removed"])
+def test_a_file_that_is_not_the_one_that_was_hashed_has_no_entry(tmp_path, change):
+    path, other = tmp_path / "pages-1.img", tmp_path / "other"
+    path.write_bytes(bytes(2 * verify.BLOCK))
+    with verify.GrowingFiles(tmp_path, path.name) as files:
+        files.advance(lambda: None)
+        if change == "shorter":
+            os.truncate(path, verify.BLOCK)
+        elif change == "replaced":
+            other.write_bytes(b"\1" * 2 * verify.BLOCK)
+            other.replace(path)
+        else:
+            path.unlink()
+        assert files.finish(lambda: None) == {}
+
+
+def test_the_hashing_of_files_that_grow_ends_where_it_is_asked_to(tmp_path):
+    (tmp_path / "pages-1.img").write_bytes(bytes(3 * verify.BLOCK))
+    checked = []
+
+    def check() -> None:
+        checked.append(True)
+        if checked[1:]:
+            raise KeyError
+
+    with verify.GrowingFiles(tmp_path, "pages-*.img") as files, pytest.raises(KeyError):
+        files.advance(check)
+    assert len(checked) == 2
+    assert not [number for number in os.listdir("/proc/self/fd") if is_open_below(tmp_path, number)]
+
+
+def is_open_below(directory, descriptor: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"{directory}/")
+    except FileNotFoundError:  # of the listing itself
+        return False
 
 
 def test_files_are_hashed_by_one_thread_where_others_cannot_be_started(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import os
 import sqlite3
 import time
@@ -11,6 +12,9 @@ import pytest
 from harness import alive, notebook, until
 
 from jupyter_gpu_ckpt.errors import StateError
+from jupyter_gpu_ckpt.image import verify
+from jupyter_gpu_ckpt.image.draft import Draft
+from jupyter_gpu_ckpt.image.layout import PAGES_FILES
 from jupyter_gpu_ckpt.lifecycle import plans, resume
 
 
@@ -54,6 +58,31 @@ async def test_three_cycles_in_a_row_keep_counting(kernel):
         await kernel.provisioner.checkpoint()
         assert await kernel.run("n += 1; print(n)") == str(expected)
         await kernel.settled("running")
+
+
+async def test_pages_of_one_process_that_sleeps_are_hashed_as_they_are_written_and_no_others(kernel, monkeypatch):
+    """Of several processes pages change afterwards, and a save's pause is not to be longer."""
+    begin, begun = Draft.hashing_pages, []
+
+    def noted(draft, check_cancelled):
+        begun.append(draft.id)
+        return begin(draft, check_cancelled)
+
+    monkeypatch.setattr(Draft, "hashing_pages", noted)
+    await kernel.provisioner.save("before")
+    assert not begun
+    await kernel.run("zeros = bytearray(b'\\0') * (16 << 20)")
+    image = await kernel.provisioner.checkpoint()
+    assert begun == [image.id]
+    assert image.manifest.files == verify.entries(image.path)
+    pages = {name: entry.bytes for name, entry in image.manifest.files.items() if fnmatch.fnmatch(name, PAGES_FILES)}
+    assert sum((image.path / name).stat().st_blocks * 512 for name in pages) < sum(pages.values()) - (15 << 20)
+    assert image.manifest.fingerprint["memory"] == sum(pages.values()), "holes are memory after a restore"
+    assert await kernel.run("import subprocess; child = subprocess.Popen(['sleep', '600']); print(1)") == "1"
+    await kernel.settled("running")
+    await kernel.provisioner.checkpoint()
+    assert begun == [image.id]
+    assert await kernel.run("child.kill(); print(child.wait())") == "-9"
 
 
 async def test_restore_on_demand_needs_no_client(kernel):

@@ -14,63 +14,83 @@
 #define LEGACY_STREAM ((CUstream)1)
 
 /* Open addressing, keyed by address. */
-static struct allocation *table;
-static size_t slots;
+struct table {
+    struct allocation *entries;
+    size_t slots, used;
+};
+/* All memory, and the allocations that are parts of a pool's. */
+static struct table memory, parts;
 static atomic_size_t used, used_bytes, used_shared, postponed;
 
 void allocations_in_child(void)
 {
-    table = NULL;
-    slots = used = used_bytes = used_shared = postponed = 0;
+    memory = parts = (struct table){0};
+    used = used_bytes = used_shared = postponed = 0;
 }
 
 /* The product's upper half: its lower bits do not depend on the address's upper ones. */
-static size_t first_slot(CUdeviceptr address)
+static size_t first_slot(const struct table *table, CUdeviceptr address)
 {
-    return (size_t)((address >> 21) * 0x9E3779B97F4A7C15ull >> 32) & (slots - 1);
+    return (size_t)((address >> 21) * 0x9E3779B97F4A7C15ull >> 32) & (table->slots - 1);
 }
 
-static struct allocation *find(CUdeviceptr address)
+static struct allocation *find_in(const struct table *table, CUdeviceptr address)
 {
-    if (table == NULL)
+    struct allocation *entries = table->entries;
+    if (entries == NULL)
         return NULL;
-    for (size_t at = first_slot(address); table[at].address != 0; at = (at + 1) & (slots - 1))
-        if (table[at].address == address)
-            return &table[at];
+    for (size_t at = first_slot(table, address); entries[at].address != 0; at = (at + 1) & (table->slots - 1))
+        if (entries[at].address == address)
+            return &entries[at];
     return NULL;
 }
 
-static void put(const struct allocation *allocation)
+/* The allocation of the program that begins at the address. */
+static struct allocation *find(CUdeviceptr address)
 {
-    size_t at = first_slot(allocation->address);
-    while (table[at].address != 0)
-        at = (at + 1) & (slots - 1);
-    table[at] = *allocation;
+    struct allocation *found = find_in(&memory, address);
+    return found != NULL && found->pool == 0 ? found : find_in(&parts, address);
 }
 
-static bool grow(void)
+static void put(struct table *table, const struct allocation *allocation)
 {
-    size_t old_slots = slots, new_slots = slots ? slots * 2 : FIRST_SLOTS;
-    struct allocation *old = table;
-    void *mapped = mmap(NULL, new_slots * sizeof *table, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapped == MAP_FAILED)
+    size_t at = first_slot(table, allocation->address);
+    while (table->entries[at].address != 0)
+        at = (at + 1) & (table->slots - 1);
+    table->entries[at] = *allocation;
+}
+
+static bool grow(struct table *table)
+{
+    struct table old = *table, larger = {.slots = old.slots ? old.slots * 2 : FIRST_SLOTS, .used = old.used};
+    larger.entries =
+        mmap(NULL, larger.slots * sizeof *old.entries, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (larger.entries == MAP_FAILED)
         return false;
-    table = mapped;
-    slots = new_slots;
-    for (size_t at = 0; at < old_slots; at++)
-        if (old[at].address != 0)
-            put(&old[at]);
-    if (old != NULL)
-        munmap(old, old_slots * sizeof *old);
+    for (size_t at = 0; at < old.slots; at++)
+        if (old.entries[at].address != 0)
+            put(&larger, &old.entries[at]);
+    if (old.entries != NULL)
+        munmap(old.entries, old.slots * sizeof *old.entries);
+    *table = larger;
     return true;
+}
+
+static bool insert_locked(struct table *table, const struct allocation *allocation)
+{
+    bool fits = (table->used + 1) * 2 <= table->slots || grow(table);
+    if (fits) {
+        put(table, allocation);
+        table->used++;
+    }
+    return fits;
 }
 
 static bool insert(const struct allocation *allocation)
 {
     table_lock();
-    bool fits = (used + 1) * 2 <= slots || grow();
+    bool fits = insert_locked(&memory, allocation);
     if (fits) {
-        put(allocation);
         used++;
         used_bytes += allocation->bytes;
         used_shared += allocation->shared != 0;
@@ -79,28 +99,36 @@ static bool insert(const struct allocation *allocation)
     return fits;
 }
 
-/* While the table is locked.  Those that follow the slot only because it was in use move up. */
+/* Those that follow the slot only because it was in use move up. */
+static void take_out(struct table *table, struct allocation *allocation)
+{
+    struct allocation *entries = table->entries;
+    size_t hole = (size_t)(allocation - entries), last = table->slots - 1;
+    for (size_t at = (hole + 1) & last; entries[at].address != 0; at = (at + 1) & last) {
+        size_t distance = (at - first_slot(table, entries[at].address)) & last;
+        if (distance >= ((at - hole) & last)) {
+            entries[hole] = entries[at];
+            hole = at;
+        }
+    }
+    entries[hole].address = 0;
+    table->used--;
+}
+
+/* While the table is locked. */
 static void remove_locked(struct allocation *allocation, struct allocation *removed)
 {
     *removed = *allocation;
     used--;
     used_shared -= allocation->shared != 0;
     used_bytes -= allocation->bytes;
-    size_t hole = (size_t)(allocation - table);
-    for (size_t at = (hole + 1) & (slots - 1); table[at].address != 0; at = (at + 1) & (slots - 1)) {
-        size_t distance = (at - first_slot(table[at].address)) & (slots - 1);
-        if (distance >= ((at - hole) & (slots - 1))) {
-            table[hole] = table[at];
-            hole = at;
-        }
-    }
-    table[hole].address = 0;
+    take_out(&memory, allocation);
 }
 
 static bool remove_slot(CUdeviceptr address, struct allocation *removed)
 {
     table_lock();
-    struct allocation *allocation = find(address);
+    struct allocation *allocation = find_in(&memory, address);
     if (allocation != NULL)
         remove_locked(allocation, removed);
     table_unlock();
@@ -140,51 +168,71 @@ void allocation_set_synchronizes(CUdeviceptr address, bool synchronizes)
     table_unlock();
 }
 
-bool allocation_retire(CUdeviceptr address, struct allocation *retired)
+bool allocation_cut(CUdeviceptr address, CUdeviceptr at, size_t bytes, size_t requested, CUcontext context)
 {
     table_lock();
-    struct allocation *allocation = find(address);
-    bool exists = allocation != NULL && !allocation->freed;
-    if (exists) {
-        *retired = *allocation;
-        allocation->freed = allocation->retired = true;
+    struct allocation *whole = find_in(&memory, address);
+    bool is_cut = whole != NULL && whole->pool != 0;
+    if (is_cut) {
+        struct allocation part = {.address = at, .bytes = bytes, .requested = requested, .within = address,
+                                  .context = context, .device = whole->device, .pool = whole->pool};
+        is_cut = insert_locked(&parts, &part);
+    }
+    if (is_cut) {
+        whole->parts++;
+        whole->context = context; /* its last one may have been destroyed */
     }
     table_unlock();
-    return exists;
+    return is_cut;
 }
 
-bool allocation_reuse(CUdeviceptr address, size_t requested, CUcontext context)
+bool allocation_join(CUdeviceptr address, struct allocation *part)
 {
     table_lock();
-    struct allocation *allocation = find(address);
-    bool exists = allocation != NULL && allocation->retired;
-    if (exists) {
-        allocation->freed = allocation->retired = false;
-        allocation->requested = requested;
-        allocation->context = context; /* its last one may have been destroyed */
+    struct allocation *found = find_in(&parts, address);
+    if (found != NULL) {
+        *part = *found;
+        take_out(&parts, found);
+        find_in(&memory, part->within)->parts--;
     }
     table_unlock();
-    return exists;
+    return found != NULL;
+}
+
+size_t allocation_unused(CUdeviceptr address)
+{
+    const struct allocation *found = find_in(&memory, address);
+    return found != NULL && found->parts == 0 ? found->bytes : 0;
 }
 
 bool allocation_has_place(CUdeviceptr address, size_t bytes, size_t offset)
 {
-    const struct allocation *allocation = find(address);
+    const struct allocation *allocation = find_in(&memory, address);
     return allocation != NULL && allocation->bytes == bytes && allocation->offset == offset &&
-           allocation->state == ACCESSIBLE && !allocation->freed && !allocation->doomed;
+           allocation->state == ACCESSIBLE && !allocation->freed && !allocation->doomed &&
+           (allocation->pool == 0 || allocation->parts != 0);
+}
+
+/* Find the allocation of the program in which the address is; pools' memory is none. */
+static bool find_around(const struct table *table, CUdeviceptr address, struct allocation *found)
+{
+    for (size_t at = 0; at < table->slots; at++) {
+        const struct allocation *each = &table->entries[at];
+        bool is_one = each->address != 0 && !each->freed && (each->pool == 0 || each->within != 0);
+        if (is_one && address - each->address < each->requested) {
+            *found = *each;
+            return true;
+        }
+    }
+    return false;
 }
 
 bool allocation_containing(CUdeviceptr address, struct allocation *found)
 {
     if (is_inert() || used == 0)
         return false;
-    bool contains = false;
     table_lock();
-    for (size_t at = 0; at < slots && !contains; at++)
-        if (table[at].address != 0 && !table[at].freed && address - table[at].address < table[at].requested) {
-            *found = table[at];
-            contains = true;
-        }
+    bool contains = find_around(&memory, address, found) || find_around(&parts, address, found);
     table_unlock();
     return contains;
 }
@@ -195,6 +243,8 @@ unsigned long long allocation_share(CUdeviceptr address)
     table_lock();
     struct allocation *allocation = find(address);
     unsigned long long number = 0;
+    if (allocation != NULL && allocation->within != 0)
+        allocation = find_in(&memory, allocation->within);
     if (allocation != NULL && !allocation->freed) {
         used_shared += allocation->shared == 0;
         number = allocation->shared = allocation->shared != 0 ? allocation->shared : ++last;
@@ -207,11 +257,13 @@ bool allocation_shared(unsigned long long number, struct allocation *found)
 {
     bool is_shared = false;
     table_lock();
-    for (size_t at = 0; at < slots && number != 0 && !is_shared; at++)
-        if (table[at].address != 0 && !table[at].freed && table[at].shared == number) {
-            *found = table[at];
+    for (size_t at = 0; at < memory.slots && number != 0 && !is_shared; at++) {
+        const struct allocation *each = &memory.entries[at];
+        if (each->address != 0 && !each->freed && each->shared == number) {
+            *found = *each;
             is_shared = true;
         }
+    }
     table_unlock();
     return is_shared;
 }
@@ -241,8 +293,8 @@ size_t allocations_shared(void) { return used_shared; }
 
 struct allocation *allocations_table(size_t *found)
 {
-    *found = slots;
-    return table;
+    *found = memory.slots;
+    return memory.entries;
 }
 
 static CUmemAllocationProp properties(CUdevice device)
@@ -261,17 +313,19 @@ static CUmemAllocationProp properties(CUdevice device)
     return wanted;
 }
 
-static bool granularity(CUdevice device, size_t *bytes)
+size_t allocation_grain(CUdevice device)
 {
     static _Atomic size_t known[MAX_DEVICES];
-    *bytes = atomic_load_explicit(&known[device], memory_order_relaxed);
-    if (*bytes == 0) {
+    if (device < 0 || device >= MAX_DEVICES)
+        return 0;
+    size_t bytes = atomic_load_explicit(&known[device], memory_order_relaxed);
+    if (bytes == 0) {
         CUmemAllocationProp wanted = properties(device);
-        if (driver()->cuMemGetAllocationGranularity(bytes, &wanted, CU_MEM_ALLOC_GRANULARITY_MINIMUM) != CUDA_SUCCESS)
-            return false;
-        atomic_store_explicit(&known[device], *bytes, memory_order_relaxed);
+        if (driver()->cuMemGetAllocationGranularity(&bytes, &wanted, CU_MEM_ALLOC_GRANULARITY_MINIMUM) != CUDA_SUCCESS)
+            return 0;
+        atomic_store_explicit(&known[device], bytes, memory_order_relaxed);
     }
-    return *bytes != 0;
+    return bytes;
 }
 
 /* Whether each of the devices can access the others' memory.  If not, a copy from one to another goes through the host:
@@ -363,15 +417,15 @@ CUdeviceptr allocation_create(size_t bytes, unsigned pool)
 {
     const struct driver *cu = driver();
     struct allocation allocation = {.offset = NOT_COPIED, .pool = pool};
-    size_t grain;
     int devices;
     if (cu == NULL || cu->cuCtxGetCurrent(&allocation.context) != CUDA_SUCCESS || allocation.context == NULL ||
         cu->cuCtxGetDevice(&allocation.device) != CUDA_SUCCESS || has_failed())
         return 0;
     if (cu->cuDeviceGetCount(&devices) != CUDA_SUCCESS || devices > MAX_DEVICES || allocation.device < 0 ||
-        allocation.device >= devices || !all_are_peers(devices) || !granularity(allocation.device, &grain))
+        allocation.device >= devices || !all_are_peers(devices))
         return 0;
-    if (bytes > SIZE_MAX - grain)
+    size_t grain = allocation_grain(allocation.device);
+    if (grain == 0 || bytes > SIZE_MAX - grain)
         return 0;
     allocation.requested = bytes;
     allocation.bytes = (bytes + grain - 1) / grain * grain;
@@ -411,12 +465,14 @@ static bool remove_postponed(unsigned round, struct allocation *removed)
 {
     bool found = false;
     table_lock();
-    for (size_t at = 0; at < slots && !found; at++)
-        if (table[at].address != 0 && table[at].freed && !table[at].retired && table[at].examined != round) {
-            remove_locked(&table[at], removed);
+    for (size_t at = 0; at < memory.slots && !found; at++) {
+        struct allocation *each = &memory.entries[at];
+        if (each->address != 0 && each->freed && each->examined != round) {
+            remove_locked(each, removed);
             removed->examined = round;
             found = true;
         }
+    }
     table_unlock();
     return found;
 }
@@ -449,9 +505,9 @@ size_t allocations_collect(bool (*is_unused)(const struct allocation *))
 void allocations_doom(CUcontext context)
 {
     table_lock();
-    for (size_t at = 0; at < slots; at++)
-        if (table[at].address != 0 && table[at].context == context)
-            table[at].doomed = true;
+    for (size_t at = 0; at < memory.slots; at++)
+        if (memory.entries[at].address != 0 && memory.entries[at].context == context)
+            memory.entries[at].doomed = true;
     table_unlock();
 }
 
@@ -461,15 +517,17 @@ static bool next_doomed(CUcontext context, bool keep, struct allocation *removed
     bool found = false;
     removed->address = 0;
     table_lock();
-    for (size_t at = 0; at < slots && !found; at++)
-        if (table[at].address != 0 && table[at].doomed && table[at].context == context) {
-            if (keep || table[at].pool != 0) { /* a pool is the device's, not the context's */
-                table[at].doomed = false;
-                table[at].context = keep ? context : NULL;
+    for (size_t at = 0; at < memory.slots && !found; at++) {
+        struct allocation *each = &memory.entries[at];
+        if (each->address != 0 && each->doomed && each->context == context) {
+            if (keep || each->pool != 0) { /* a pool is the device's, not the context's */
+                each->doomed = false;
+                each->context = keep ? context : NULL;
             } else
-                remove_locked(&table[at], removed);
+                remove_locked(each, removed);
             found = true;
         }
+    }
     table_unlock();
     return found;
 }
@@ -478,9 +536,14 @@ static bool next_doomed(CUcontext context, bool keep, struct allocation *removed
 static void forget_events(CUcontext context)
 {
     table_lock();
-    for (size_t at = 0; at < slots; at++)
-        if (table[at].address != 0 && table[at].after != NULL && table[at].recorded_in == context)
-            table[at].after = NULL;
+    for (size_t at = 0; at < memory.slots; at++) {
+        struct allocation *each = &memory.entries[at];
+        if (each->address != 0 && each->after != NULL && each->recorded_in == context)
+            each->after = NULL;
+    }
+    for (size_t at = 0; at < parts.slots; at++)
+        if (parts.entries[at].address != 0 && parts.entries[at].context == context)
+            parts.entries[at].context = NULL;
     table_unlock();
 }
 

@@ -1,5 +1,5 @@
 /* The device memory that this library serves: each allocation has physical memory of its own, mapped at an address that
- * stays the same as long as the allocation lives. */
+ * stays the same as long as the allocation lives; or it is a part of the memory of a pool, which is cut (`pools.h`). */
 #pragma once
 
 #include <stdint.h>
@@ -9,6 +9,8 @@
 struct allocation {
     CUdeviceptr address; /* 0: a free slot */
     size_t bytes;        /* a multiple of the driver's granularity */
+    CUdeviceptr within;  /* the address of the memory that this is a part of; 0: it has memory of its own */
+    size_t parts;        /* of a pool's memory: allocations of the program in it */
     size_t requested;    /* of the program */
     CUcontext context; /* NULL: of a pool, and its context was destroyed */
     CUdevice device;
@@ -17,7 +19,6 @@ struct allocation {
     CUmemGenericAllocationHandle handle;
     size_t offset; /* in host memory, of a copied allocation; or NOT_COPIED */
     bool freed;    /* by the program; given back later (`allocation_postpone`) */
-    bool retired;  /* and given out again (`pools.h`) */
     unsigned pool; /* number of the pool that it was allocated from; 0: by cuMemAlloc */
     bool synchronizes; /* the program has set CU_POINTER_ATTRIBUTE_SYNC_MEMOPS */
     CUevent after;
@@ -32,16 +33,23 @@ struct allocation {
 /* A process with more devices is not served: the driver allocates all its memory. */
 #define MAX_DEVICES 16
 
-/* Create an allocation in this thread's current context, of a pool or (0) of none; 0 if the library cannot, and the
- * driver is to allocate. */
+/* Create an allocation in this thread's current context; or memory of a pool, which is no allocation, nor is one found at
+ * its address before there is a part.  0 if the library cannot, and the driver is to allocate. */
 CUdeviceptr allocation_create(size_t bytes, unsigned pool);
+
+/* What the bytes of a device's allocations are multiples of; 0: none can be created. */
+size_t allocation_grain(CUdevice device);
 
 /* Copy the facts of the allocation that begins at the address; false if there is none. */
 bool allocation_at(CUdeviceptr address, struct allocation *found);
 
-/* Take an allocation of a pool from the program, and copy its facts; and give it to the program again, in a context. */
-bool allocation_retire(CUdeviceptr address, struct allocation *retired);
-bool allocation_reuse(CUdeviceptr address, size_t requested, CUcontext context);
+/* Give a part of a pool's memory to the program, in a context, as an allocation of so many bytes (multiples of the
+ * granularity) and requested ones; and take it from the program, and copy its facts. */
+bool allocation_cut(CUdeviceptr memory, CUdeviceptr address, size_t bytes, size_t requested, CUcontext context);
+bool allocation_join(CUdeviceptr address, struct allocation *part);
+
+/* The bytes of a pool's memory that has no parts; 0 if it has some; while the table is locked. */
+size_t allocation_unused(CUdeviceptr memory);
 
 /* Note whether the memory operations of the allocation that begins at the address synchronize. */
 void allocation_set_synchronizes(CUdeviceptr address, bool synchronizes);

@@ -49,10 +49,10 @@ CUresult free_served(CUdeviceptr address, CUcontext context)
     allocation_at(address, &freed);
     bool later = capture_is_active();
     CUresult result = later ? capture_refuses_frees() : wait_for_work(context);
-    if (result == CUDA_SUCCESS)
-        result = later ? allocation_postpone(address, NULL, NULL) : allocation_destroy(address);
     if (result == CUDA_SUCCESS && freed.pool != 0)
-        pools_freed(freed.pool, freed.requested, freed.bytes);
+        result = pools_free_unordered(address, later);
+    else if (result == CUDA_SUCCESS)
+        result = later ? allocation_postpone(address, NULL, NULL) : allocation_destroy(address);
     collect_freed(false);
     return result;
 }

@@ -1,9 +1,10 @@
-/* Memory pools of stream-ordered allocations, as far as the library serves them: beside each pool of the driver's, blocks
- * that the program has freed in the order of a stream.
+/* Memory pools of stream-ordered allocations, as far as the library serves them: beside each pool of the driver's, memory
+ * that is cut into allocations, and blocks of it that the program has freed in the order of a stream.
  *
- * A block is given out again on the stream that it was freed on, whose later work comes after its earlier; elsewhere
- * only when the work before the free is done.  Blocks over the pool's release threshold go back to the driver when a
- * block of another size is needed, and when the program asks how much memory there is. */
+ * A block is given out again, or a part of it, on the stream that it was freed on, whose later work comes after its
+ * earlier; elsewhere only when the work before the free is done.  Neighbours that may be used alike are joined.  Memory
+ * over the pool's release threshold goes back to the driver, as soon as all of it is free, when none fits, and when the
+ * program asks how much memory there is. */
 #pragma once
 
 #include "driver.h"
@@ -29,17 +30,17 @@ struct pool_stream {
     bool ordered;
 };
 
-/* Allocate a block that may be used in the order of a stream: one that was freed, or a new one; 0: the driver is to. */
+/* Allocate memory that may be used in the order of a stream: of a block that was freed, or new; 0: the driver is to. */
 CUdeviceptr pools_allocate(unsigned pool, size_t bytes, const struct pool_stream *where);
 
-/* Free the block behind the stream's work; CUDA_ERROR_NOT_FOUND: no such block. */
+/* Free an allocation behind the stream's work; CUDA_ERROR_NOT_FOUND: no such one of a pool. */
 CUresult pools_free(CUdeviceptr address, const struct pool_stream *where);
 
-/* Count a block that is freed at once, with its memory. */
-void pools_freed(unsigned pool, size_t requested, size_t bytes);
+/* Free one in no stream's order: the work of its context is done, or (``later``) is waited for before it is used again. */
+CUresult pools_free_unordered(CUdeviceptr address, bool later);
 
-/* Give back unused blocks of a pool (0: of all) until it has no more than ``keep`` bytes, or its release threshold if
- * that is more (SIZE_MAX: that).  ``wait`` for the work before them.  Return whether any was given back.
+/* Give back unused memory of a pool (0: of all) until it has no more than ``keep`` bytes (SIZE_MAX: its release
+ * threshold).  ``wait`` for the work before it was freed.  Return whether any was given back.
  * Passes the launch gate if there are blocks. */
 #define TO_THRESHOLD SIZE_MAX
 bool pools_trim(unsigned pool, size_t keep, bool wait);

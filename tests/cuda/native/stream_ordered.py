@@ -114,6 +114,10 @@ def launch(where: str, name: str, byte: int, milliseconds: int = 0) -> int:
     return function(streams[where], Address(memory[name]), Size(sizes[name]), byte, ctypes.c_uint(milliseconds * 1000))
 
 
+def synchronize(where: str) -> int:
+    return cu.cuStreamSynchronize(streams[where])
+
+
 def wait() -> int:
     return cu.cuCtxSynchronize()
 
@@ -203,6 +207,13 @@ def waits_for_work() -> list[int]:
 def mapped() -> int:
     """Count of mappings on the device: what the library serves, used or not."""
     return outstanding()[3]
+
+
+def events() -> int:
+    """Count of the events that exist."""
+    counts = (Size * 8)()
+    cu.double_outstanding(counts)
+    return counts[6]
 
 
 if __name__ == "__main__":

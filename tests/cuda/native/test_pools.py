@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from subject import MIB, Ask, Control, asking, same_answers
 from waiting import until
@@ -93,11 +95,88 @@ def test_a_block_that_was_freed_on_a_stream_that_has_ended(ask):
     assert ask("wait(), alloc('b', 2, 's'), same('a', 'b')") == (0, 0, True)
 
 
-def test_blocks_fit(ask):
-    """Not much more memory than was asked for; sizes are the program's."""
+def test_blocks_are_cut_and_joined(ask, control):
+    """Sizes are the program's, and what one memory has held another may, without a call of the driver."""
     assert ask("alloc('a', 16, 's'), free('a', 's'), wait()") == (0, 0, 0)
-    assert ask("alloc('b', 15.25, 's'), same('a', 'b'), describe('b')[2] / (2 << 20)") == (0, True, 15.25)
-    assert ask("free('b', 's'), alloc('c', 4, 's'), same('b', 'c'), wait()") == (0, 0, False, 0)
+    assert ask("alloc('b', 3.25, 's'), alloc('c', 8, 's'), alloc('d', 4, 's')") == (0, 0, 0)
+    assert ask("[(memory[name] - memory['a']) / GRAIN for name in 'bcd'], mapped()") == ([0, 4, 12], 1)
+    assert ask("describe('b')[2] / GRAIN, describe('c', 77)[1:3], amounts('standard')[2]") == (
+        3.25,
+        [0, 8 * GRAIN],
+        15.25,
+    )
+    assert ask("[launch('s', name, n) for n, name in enumerate('bcd', 1)], wait()") == ([0, 0, 0], 0)
+    swapped(control, ask, 16 * GRAIN)
+    assert ask("[holds(name) for name in 'bcd']") == [1, 2, 3]
+    assert ask("free('c', 's'), alloc('e', 6, 's'), same('c', 'e'), holds('b'), holds('d')") == (0, 0, True, 1, 3)
+    assert ask("[free(name, 's') for name in 'deb'], alloc('f', 16, 's'), same('a', 'f'), mapped()") == (
+        [0, 0, 0],
+        0,
+        True,
+        1,
+    )
+
+
+def test_a_part_of_a_block_follows_the_order_of_its_stream(ask):
+    assert ask("alloc('a', 8, 's'), launch('s', 'a', 1, 300), free('a', 's')") == (0, 0, 0)
+    assert ask("alloc('b', 2, 's'), same('a', 'b'), alloc('c', 6, 't'), launch('t', 'c', 2)") == (0, True, 0, 0)
+    assert ask("-6 * GRAIN < memory['c'] - memory['a'] < 8 * GRAIN, wait(), holds('c'), mapped()") == (False, 0, 2, 2)
+    assert ask("alloc('d', 6, 't'), memory['d'] - memory['a']") == (0, 2 * GRAIN), "its work is done by now"
+
+
+def test_blocks_that_were_freed_on_several_streams_join_when_their_work_is_done(ask):
+    assert ask("alloc('a', 6, 's'), free('a', 's'), wait()") == (0, 0, 0)
+    assert ask("[alloc(name, 2, 's') for name in 'bcd'], mapped()") == ([0, 0, 0], 1)
+    assert ask("launch('t', 'c', 1, 300), free('b', 's'), free('c', 't'), free('d')") == (0, 0, 0, 0)
+    assert ask("alloc('e', 6, 's'), same('a', 'e')") == (0, True), "to free in no order has waited"
+    assert ask("free('e', 's'), [alloc(name, 2, 's') for name in 'bcd']") == (0, [0, 0, 0])
+    assert ask("launch('t', 'c', 1, 300), free('b', 's'), free('c', 't'), free('d', 's')") == (0, 0, 0, 0)
+    assert ask("alloc('e', 6, 's'), same('a', 'e'), wait()") == (0, False, 0)
+    assert ask("alloc('f', 6, 's'), same('a', 'f'), mapped()") == (0, True, 2)
+
+
+def test_memory_is_given_back_when_all_of_it_is_free(ask):
+    assert ask("alloc('a', 8, 's'), free('a', 's'), alloc('b', 2, 't'), alloc('c', 2, 's'), wait()") == (0,) * 5
+    assert ask("free('b', 't'), wait(), trim('standard'), mapped(), amounts('standard')[0]") == (0, 0, 0, 1, 8)
+    assert ask("free('c', 's'), wait(), trim('standard'), mapped(), amounts('standard')") == (0, 0, 0, 0, [0, 8, 0, 8])
+
+
+def test_a_pool_that_keeps_memory_gets_more_than_is_asked_for(ask):
+    assert ask("alloc('a', 64, 's'), alloc('b', 2, 's'), mapped(), amounts('standard')[0]") == (0, 0, 2, 96)
+    assert ask("[alloc(name, 10, 's') for name in 'cde'], mapped()") == ([0, 0, 0], 2)
+    assert ask("alloc('f', 200, 's'), alloc('g', 2, 's'), amounts('standard')[0]") == (0, 0, 96 + 200 + 128)
+    assert ask("pool('p'), alloc('h', 64, 's', 'p'), alloc('i', 2, 's', 'p'), amounts('p')[0]") == (0, 0, 0, 66)
+    ask(f"set_total({(96 + 200 + 128 + 66 + 127) * GRAIN})")
+    assert ask("alloc('j', 127, 's'), mapped(), amounts('standard')[0]") == (0, 7, 96 + 200 + 128 + 127), "as there is"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_allocated_by_chance_is_its_own(ask, control, seed):
+    """Two streams; each allocation holds what was written to it, through swaps, and in the end there is none."""
+    chance = random.Random(seed)
+    living: dict[str, tuple[int, str]] = {}
+    control.must("copy_out", "free", "swap_in")
+    before = ask("events()")
+    for number in range(160):
+        if living and chance.random() < 0.45:
+            name = chance.choice(sorted(living))
+            byte, stream = living.pop(name)
+            assert ask(f"synchronize({stream!r}), holds({name!r})") == (0, byte)
+            where = chance.choice([f", {stream!r}"] * 4 + [""])
+            assert ask(f"free({name!r}{where})") == 0
+        else:
+            name, byte, stream = f"m{number}", chance.randrange(1, 255), chance.choice("st")
+            size = chance.choice([1, 1.5, 2, 3, 5, 8.75, 13])
+            assert ask(f"alloc({name!r}, {size}, {stream!r}), launch({stream!r}, {name!r}, {byte})") == (0, 0)
+            living[name] = byte, stream
+        if number % 40 == 39:
+            assert ask("wait(), trim('standard', 20)") == (0, 0)
+            control.must("copy_out", "free", "swap_in")
+            assert ask(f"[holds(name) for name in {[*living]}]") == [byte for byte, _ in living.values()]
+    used = ask("amounts('standard')[2] * GRAIN, sum(sizes[name] for name in " + repr([*living]) + ")")
+    assert used[0] == used[1]
+    assert ask(f"[free(name, 's') for name in {[*living]}], wait(), trim('standard'), mapped()")[1:] == (0, 0, 0)
+    assert ask("amounts('standard')[0], free_bytes() == 1 << 40, events()") == (0, True, before)
 
 
 def test_amounts_and_thresholds(ask):
@@ -106,7 +185,7 @@ def test_amounts_and_thresholds(ask):
     assert ask("free('a', 's'), wait(), amounts('standard')") == (0, 0, [5, 5, 1.5, 4.5]), "the threshold is high"
     assert ask("set_attribute('standard', USED_HIGH, 0), amounts('standard')[3]") == (0, 1.5)
     assert ask("trim('standard', 4), mapped(), amounts('standard')[0]") == (0, 1, 2)
-    assert ask("free('b'), amounts('standard')") == (0, [0, 5, 0, 1.5])
+    assert ask("free('b'), amounts('standard')") == (0, [2, 5, 0, 1.5]), "it is the pool's again"
     assert ask("set_attribute('standard', THRESHOLD, 0), alloc('a', 3, 's'), free('a', 's'), mapped()") == (0, 0, 0, 1)
     before = ask("outstanding()[0]")
     assert ask("wait(), free_bytes() + outstanding()[0]") == (0, 1 << 40), "what is asked for is given back first"
@@ -153,7 +232,7 @@ def test_memory_outlives_its_context(ask, control):
     assert ask("new_context(), stream('u'), alloc('a', 2, 'u'), launch('u', 'a', 7), wait(), end_context()") == (0,) * 6
     assert ask("holds('a'), alloc('b', 2, 's')") == (7, 0)
     swapped(control, ask, 2 * GRAIN, left=2 * GRAIN)
-    assert ask("holds('a'), free('a'), mapped()") == (7, 0, 1)
+    assert ask("holds('a'), free('a'), trim('standard'), mapped()") == (7, 0, 0, 1)
 
 
 def test_memory_that_was_freed_behind_work_of_a_context_that_ends(ask):
@@ -221,6 +300,7 @@ GATED = {
 def test_a_call_that_frees_waits_at_the_gate_and_no_interrupt_ends_that(ask, control, call):
     """The driver is not asked whether work is done: in a process that it has suspended that is the end."""
     assert ask("alloc('a', 2, 's'), alloc('b', 2, 's'), free('b', 's'), pool('p'), plain('other', 2)") == (0,) * 5
+    assert ask("set_attribute('standard', THRESHOLD, 0)") == 0, "there is memory to give back"
     assert ask("cu.cuDevicePrimaryCtxRetain(ctypes.byref(Address()), 0)") == 0, "it stays when it is released"
     assert "capture" not in call or ask("begin_capture('t')") == 0
     control.must("close 0")

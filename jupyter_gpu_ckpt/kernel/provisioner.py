@@ -458,8 +458,8 @@ class GpuCkptProvisioner(LocalProvisioner):
 
         try:
             settled = time.monotonic() + _SETTLES
-            while gate.state is GateState.OPEN and not is_idle() and time.monotonic() < settled:
-                await asyncio.sleep(0.02)
+            while gate.state is GateState.OPEN and not is_idle() and time.monotonic() < settled:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)  # the end of a wake has no event
             if not is_idle():
                 return
             with contextlib.suppress(GpuCkptError, OSError):  # it is being moved, and has no process any more

@@ -13,7 +13,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,8 +207,9 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
     draft = kernel.engine.store.begin(kernel.home.kernel_id, needed, shares=shares)
     attempt.draft = draft  # `KernelState.written` counts it
     try:
-        with _pages_hashed(attempt, draft):
-            _run_criu(attempt, draft, bytes, needed)
+        processes = kernel.require_capsule().processes()
+        with _pages_hashed(attempt, draft, processes):
+            _run_criu(attempt, draft, bytes, needed, processes)
             _examine(attempt, draft)
         attempt.manifest = _manifest(attempt)
         return draft.size() + attempt.dropped_bytes
@@ -221,14 +222,17 @@ def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
         raise
 
 
-def _run_criu(attempt: Attempt, draft: Draft, bytes: int, needed: int) -> None:
-    """Have CRIU write its files, and write device memory beside it.  ``bytes``, ``needed``: as for `_write_image`."""
+def _run_criu(attempt: Attempt, draft: Draft, bytes: int, needed: int, processes: Sequence[int]) -> None:
+    """Have CRIU write its files, and write device memory beside it.  ``bytes``, ``needed``: as for `_write_image`.
+
+    ``processes``: of the capsule, a moment ago.
+    """
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
     with (
         draft.work_directory() as work,
         device_memory_written(attempt, draft, needed),
         _turn_to_dump(kernel),
-        _shared_pages_dropped(attempt, draft),
+        _shared_pages_dropped(attempt, draft, processes),
     ):
         deadline, freeze = kernel.deadline(bytes), kernel.saved.cuda
         children = [pid for pid in cuda_processes.states(kernel) if pid != capsule.host_pid] if freeze else []
@@ -267,22 +271,20 @@ def _keep_files(attempt: Attempt, draft: Draft) -> None:
     attempt.kept = kept_files.keep(files, attempt.replaced, draft.criu_directory / layout.KEPT, most, free)
 
 
-def _pages_hashed(attempt: Attempt, draft: Draft) -> contextlib.AbstractContextManager[None]:
+def _pages_hashed(attempt: Attempt, draft: Draft, processes: Sequence[int]) -> contextlib.AbstractContextManager[None]:
     """Hash CRIU's files of pages beside the body, where that is all that is done with them.
 
-    Pages that processes share are dropped from them, and a save point divides them.  A process that is forked from now
-    on may have them changed all the same: then its files are hashed again.
+    Pages that several processes share are dropped from them, and a save point divides them.
     """
-    if attempt.save_point is not None or attempt.kernel.require_capsule().processes()[1:]:
+    if attempt.save_point is not None or processes[1:]:
         return contextlib.nullcontext()
     return draft.hashing_pages(attempt.kernel.cancellation.check)
 
 
 @contextlib.contextmanager
-def _shared_pages_dropped(attempt: Attempt, draft: Draft) -> Iterator[None]:
+def _shared_pages_dropped(attempt: Attempt, draft: Draft, processes: Sequence[int]) -> Iterator[None]:
     """Drop pages that processes share from what CRIU writes in the body, meanwhile; all of them after the body."""
     attempt.dropped_bytes = attempt.shared_bytes = 0
-    processes = attempt.kernel.require_capsule().processes()
     if not processes[1:]:
         yield
         return

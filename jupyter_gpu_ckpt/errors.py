@@ -481,7 +481,7 @@ class PortTaken(CriuError, code="PORT_TAKEN"):
 
 
 class LockTaken(CriuError, code="LOCK_TAKEN"):
-    """A POSIX lock that the kernel had on a file cannot be set again: another process has locked the file meanwhile."""
+    """A lock that the kernel had on a file cannot be set again: another process has locked the file meanwhile."""
 
     default_hint = "End the program that has locked the file (`lslocks` shows it), or let it finish, then try again."
 

@@ -225,7 +225,7 @@ class GpuMagics:
             print(f"Checkpoint after this cell: {cost}. Run a cell to bring it back (about {seconds['back']:.1f} s).")
 
     def _branch(self, name: str, **how: bool) -> None:
-        self._server.request("may_branch")
+        self._server.request("may_branch", name=name)
         self._server.schedule("branch", name=name, how=how)
         point = f"save point {name!r}" if name else "this kernel, which is saved"
         print(f"After this cell another kernel starts from {point}. The next cell says which.")

@@ -97,7 +97,7 @@ class AgentRequests:
             "may_go_back": lambda: may_go_back(
                 lifecycle, str(content.get("name", "")), content.get("files"), requested
             ),
-            "may_branch": lambda: may_branch(requested),
+            "may_branch": lambda: may_branch(lifecycle, str(content.get("name", "")), requested),
             "compare": lambda: compare(lifecycle, content.get("names"), content.get("present")),
             "delete": lambda: delete(lifecycle, str(content.get("name", ""))),
             "protect": lambda: self.protect(content.get("seconds")),
@@ -259,9 +259,15 @@ def _is_saved_first(requested: Iterable[Mapping[str, Any]], name: str) -> bool:
     return any(each.get("verb") == "save" and each.get("name") == name for each in requested)
 
 
-def may_branch(requested: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Raise `StateError` if a cell has requested to go back."""
+def may_branch(lifecycle: Lifecycle, name: str, requested: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Raise `StateError` if a cell has requested to go back, `SavePointNotFound` for a name that no save point has.
+
+    ``name``: of a save point, or "" for the kernel as it is.
+    """
     _require_stays(requested)
+    is_made = _is_saved_first(requested, name) or lifecycle.kernel.publishes_save_point  # then the branch waits for it
+    if name and not is_made:
+        save_point.find(lifecycle.engine.store.images(), lifecycle.home.kernel_id, name)
     return {}
 
 

@@ -86,8 +86,9 @@ def test_a_cell_requests_a_branch_and_the_next_one_names_it(live, kernel_id):
     branch = until(lambda: next(iter(sessions(live).keys() - {kernel_id}), None))
     until(lambda: branch in live.run(kernel_id, "print(x)"))
     assert live.run(branch, "print(x)").endswith("1")
-    live.run(kernel_id, "%gpu_checkpoint --branch nowhere")
-    until(lambda: "SAVE_POINT_NOT_FOUND" in live.run(kernel_id, "pass"))
+    with pytest.raises(AssertionError, match="SAVE_POINT_NOT_FOUND"):
+        live.run(kernel_id, "%gpu_checkpoint --branch nowhere")
+    assert "SAVE_POINT_NOT_FOUND" not in live.run(kernel_id, "pass"), "it has been said"
 
 
 def test_changed_files_are_accepted_for_a_branch_by_its_magic_and_by_rest(live, kernel_id):

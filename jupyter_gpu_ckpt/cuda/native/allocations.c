@@ -199,6 +199,12 @@ bool allocation_join(CUdeviceptr address, struct allocation *part)
     return found != NULL;
 }
 
+size_t allocation_created(CUdeviceptr address)
+{
+    const struct allocation *found = find_in(&memory, address);
+    return found != NULL ? found->bytes : 0;
+}
+
 size_t allocation_unused(CUdeviceptr address)
 {
     const struct allocation *found = find_in(&memory, address);

@@ -48,7 +48,8 @@ bool allocation_at(CUdeviceptr address, struct allocation *found);
 bool allocation_cut(CUdeviceptr memory, CUdeviceptr address, size_t bytes, size_t requested, CUcontext context);
 bool allocation_join(CUdeviceptr address, struct allocation *part);
 
-/* The bytes of a pool's memory that has no parts; 0 if it has some; while the table is locked. */
+/* The bytes of a pool's memory, and the same if it has no parts, else 0; while the table is locked. */
+size_t allocation_created(CUdeviceptr memory);
 size_t allocation_unused(CUdeviceptr memory);
 
 /* Note whether the memory operations of the allocation that begins at the address synchronize. */

@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "pools.h"
 
+#include <pthread.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -12,8 +13,10 @@
 #define MOST_POOLS 64
 /* Blocks that were freed on other streams, and that are looked at for one allocation. */
 #define TRIES 4
-/* The most memory that is created at a time beyond what is asked for. */
-#define LARGEST_LEAD ((size_t)256 << 20)
+/* The most memory that is created at a time beyond what is asked for, and that a small allocation can keep from being
+ * given back; others keep up to so many times what they are. */
+#define LARGEST_LEAD ((size_t)128 << 20)
+#define MOST_KEPT 4
 
 struct pool {
     unsigned number; /* 0: none */
@@ -26,7 +29,7 @@ struct pool {
 struct block {
     unsigned pool;
     CUdeviceptr memory, address;
-    size_t bytes;
+    size_t created, bytes; /* of all that memory, and of the block */
     struct pool_stream freed_on;
     CUevent after;        /* NULL: nothing has to be waited for, but: */
     CUcontext first_done; /* not NULL: all work of this context */
@@ -37,13 +40,18 @@ struct block {
  * and may come back. */
 static struct pool pools[MOST_POOLS];
 static struct block *blocks;
-static size_t block_count, block_slots, outside, turns;
+static size_t block_count, block_slots, outside;
+
+/* Of two events of a stream the one with the later turn was recorded later. */
+static pthread_mutex_t recording = PTHREAD_MUTEX_INITIALIZER;
+static size_t turns;
 
 void pools_in_child(void)
 {
     memset(pools, 0, sizeof pools);
     blocks = NULL;
     block_count = block_slots = outside = 0;
+    recording = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
 static struct pool *find(unsigned number)
@@ -199,7 +207,8 @@ static bool take_fitting(unsigned pool, size_t bytes, const struct pool_stream *
     table_lock();
     for (size_t at = 0; at < block_count; at++) {
         const struct block *each = &blocks[at];
-        if (each->pool != pool || each->bytes < bytes)
+        if (each->pool != pool || each->bytes < bytes ||
+            (each->created > LARGEST_LEAD && each->created / MOST_KEPT > bytes))
             continue;
         if (may_use(each, where))
             best = best == SIZE_MAX || each->bytes < blocks[best].bytes ? at : best;
@@ -397,8 +406,8 @@ static CUdeviceptr create(unsigned pool, size_t created, size_t bytes, size_t re
     outside += has_slot;
     table_unlock();
     if (has_slot)
-        return cut((struct block){.pool = pool, .memory = memory, .address = memory, .bytes = created}, bytes,
-                   requested, where);
+        return cut((struct block){.pool = pool, .memory = memory, .address = memory, .created = created, .bytes = created},
+                   bytes, requested, where);
     allocation_destroy(memory);
     count_reserved(pool, 0, created);
     return 0;
@@ -433,10 +442,10 @@ static bool retire(const struct allocation *freed, struct block block)
     block.address = freed->address;
     block.bytes = freed->bytes;
     table_lock();
+    block.created = allocation_created(freed->within);
     struct pool *pool = find(freed->pool);
     if (pool != NULL)
         pool->used -= freed->requested;
-    block.turn = ++turns;
     table_unlock();
     add_block(block);
     return pool != NULL;
@@ -452,14 +461,18 @@ CUresult pools_free(CUdeviceptr address, const struct pool_stream *where)
     CUresult result = cu->cuEventCreate(&event, CU_EVENT_DISABLE_TIMING);
     if (result != CUDA_SUCCESS)
         return result;
+    size_t turn;
+    pthread_mutex_lock(&recording);
     result = cu->cuEventRecord(event, where->stream);
+    turn = ++turns;
+    pthread_mutex_unlock(&recording);
     if (result == CUDA_SUCCESS && !allocation_join(address, &freed))
         result = CUDA_ERROR_INVALID_VALUE; /* freed twice at the same time */
     if (result != CUDA_SUCCESS) {
         cu->cuEventDestroy_v2(event);
         return result;
     }
-    if (!retire(&freed, (struct block){.freed_on = *where, .after = event}))
+    if (!retire(&freed, (struct block){.freed_on = *where, .after = event, .turn = turn}))
         pools_trim(0, TO_THRESHOLD, false);
     return CUDA_SUCCESS;
 }

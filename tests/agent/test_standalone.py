@@ -30,7 +30,7 @@ STANDARD = {
         "os",
     ),
     *("platform", "re", "runpy", "signal", "socket", "sqlite3", "stat", "struct", "sys", "threading", "time"),
-    *("traceback", "types", "typing", "uuid"),
+    *("traceback", "types", "typing", "uuid", "weakref"),
 }
 
 

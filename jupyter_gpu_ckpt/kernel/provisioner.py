@@ -58,8 +58,8 @@ Result = TypeVar("Result")
 
 #: Seconds from a cell's reply to its idle, with which the gate has all that the cell has requested.
 _CELL_ENDS = 1.0
-#: Seconds that a restart waits for a wake or a cell that is about to end, and for the save point before it.
-_SETTLES, _RESTART_WAITS = 0.5, 10.0
+#: Seconds that a restart waits for a cell that is about to end, and for the save point before it.
+_SETTLES, _RESTART_WAITS = 0.2, 10.0
 #: States of which there is a save point before a restart, and those on the way to one of them, or into an image.
 _SAVED = frozenset({State.RUNNING, State.SUSPENDED, State.OFF_GPU})
 _SAVED_THEN = frozenset({State.SUSPENDING, State.YIELDING, State.RESUMING, State.SAVING, State.DUMPING})
@@ -453,14 +453,12 @@ class GpuCkptProvisioner(LocalProvisioner):
             if current.state in _SAVED and automatic_saves.size(current) <= self.save_before_restarts:
                 automatic_saves.save(current, automatic_saves.RESTART, self.document())
 
-        def is_idle() -> bool:
-            return not gate.under_way.cells and lifecycle.state in _SAVED | _SAVED_THEN
-
         try:
             settled = time.monotonic() + _SETTLES
-            while gate.state is GateState.OPEN and not is_idle() and time.monotonic() < settled:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)  # the end of a wake has no event
-            if not is_idle():
+            while gate.under_way.cells and time.monotonic() < settled:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)  # between a reply, which clients wait for, and the idle there is no event
+            wakes = lifecycle.state is State.RESTORING and gate.state is GateState.OPEN  # cells run before its end
+            if gate.under_way.cells or not (wakes or lifecycle.state in _SAVED | _SAVED_THEN):
                 return
             with contextlib.suppress(GpuCkptError, OSError):  # it is being moved, and has no process any more
                 if await asyncio.to_thread(automatic_saves.size, lifecycle) > self.save_before_restarts:

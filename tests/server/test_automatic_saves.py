@@ -133,6 +133,7 @@ def test_a_restart_that_leaves_no_save_point_says_why(tmp_path, runtime_base, cr
         assert "no save point could be made before the restart (QUOTA_EXCEEDED: " in notice
         assert notice.endswith("False")
         assert living.run(kernel_id, "import os; print('JUPYTER_GPU_CKPT_NOTICE' in os.environ)") == "False"
+        assert living.ask("DELETE", f"api/kernels/{kernel_id}").ok  # it could not sleep as the server ends
 
 
 def test_a_restart_of_a_sleeping_kernel_whose_image_is_no_good_says_why(living):

@@ -144,6 +144,7 @@ def test_no_template_is_made_of_an_image_from_which_its_kernels_could_not_start(
     started = notebook(live, "five", "ready")
     live.run(started, "assert log.name == 'log'")
     assert command(live, "remove", "ready")[0] == 0
+    assert live.ask("DELETE", f"api/kernels/{source}").ok  # an ordinary user's, with a deleted library, cannot sleep
 
 
 def test_a_template_s_kernel_does_without_its_template_once_that_is_removed(tmp_path, runtime_base, criu_binary):

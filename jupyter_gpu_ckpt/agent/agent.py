@@ -269,6 +269,7 @@ class Agent:
         """Become another kernel than the one that this process comes from."""
         errors: list[str] = []
         made = identity.become_another(self._kernel, content, errors)
+        probes.probe(errors, "trackers", self._trackers.forget, None)
         self.server.kernel_id = ""
         self._iopub.listen_at(content.get("ports") or {})
         self._after_reply.append(lambda: identity.sign_as(self._kernel, made["session"], str(content["key"])))

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import signal
 import sys
 import uuid
 import weakref
@@ -36,7 +35,6 @@ def become_another(kernel: Any, content: Mapping[str, Any], errors: list[str]) -
     probes.probe(errors, "uuid", _renew_uuids, None)
     probes.probe(errors, "OpenSSL", _reseed_openssl, None)
     probes.probe(errors, "temporary files", _leave_temporary_files, None)
-    probes.probe(errors, "resource trackers", _end_resource_trackers, None)
     if content.get("reseed"):
         for name, reseed in _GENERATORS.items():
             if name in sys.modules:
@@ -101,22 +99,6 @@ def _leave_temporary_files() -> None:
     for each in gc.get_referrers(closer):  # 12 ms with torch, half as long as a look at all objects
         if type(each) is closer:
             each.delete = False
-
-
-def _end_resource_trackers() -> None:
-    """End the processes that remove shared memory and semaphores behind their own: the other kernel has the same.
-
-    One is started again as soon as something is made.
-    """
-    for name, module in list(sys.modules.items()):
-        tracker = getattr(module, "_resource_tracker", None) if name.endswith(".resource_tracker") else None
-        if tracker is None or tracker._pid is None:
-            continue
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has ended by itself
-            os.kill(tracker._pid, signal.SIGKILL)
-            os.waitpid(tracker._pid, 0)
-        os.close(tracker._fd)
-        tracker._fd = tracker._pid = None
 
 
 def _forget_cells(kernel: Any) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import sys
 from typing import Any
 
 _FILES = {
@@ -48,6 +50,22 @@ class Trackers:
 
             ResourceTracker._send = self._unwatched  # type: ignore[attr-defined]
             self._unwatched = None
+
+    def forget(self) -> None:
+        """Forget all resources, which belong to the kernel that this process comes from, and end the trackers.
+
+        One is started again as soon as something is registered.
+        """
+        self._registered.clear()
+        for name, module in list(sys.modules.items()):
+            tracker = getattr(module, "_resource_tracker", None) if name.endswith(".resource_tracker") else None
+            if tracker is None or tracker._pid is None:
+                continue
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has ended by itself
+                os.kill(tracker._pid, signal.SIGKILL)
+                os.waitpid(tracker._pid, 0)
+            os.close(tracker._fd)
+            tracker._fd = tracker._pid = None
 
     def _record(self, command: str, name: str, kind: str) -> None:
         key = (kind, name)

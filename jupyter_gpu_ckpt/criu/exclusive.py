@@ -15,16 +15,12 @@ The image is never written to: a restore gets a view of it (`images.view`) with 
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import fcntl
 import ipaddress
 import os
 import re
 import secrets
 import socket
-import struct
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,20 +29,12 @@ from typing import Any
 from . import images
 from .images import Field, encode, fields_of, number_of, records, rewrite, submessage
 
-_LOCKS = "filelocks.img"
 # message file_entry, and of inet_sk_entry and unix_sk_entry what `images` does not read
 _ENTRY_UNIX = 16
 _INET_PEER = 12
 _UNIX_INODE, _UNIX_NAME, _UNIX_DIRECTORY = 2, 11, 14
 _CLOSED, _LISTENS = 7, 10
 _VARINT, _BYTES = 0, 2
-#: FL_FLOCK and FL_OFD of CRIU's file-lock.h.
-_FLOCK, _OFD = 2, 4
-_RANGE = (images.LOCK_START, images.LOCK_LENGTH)
-#: ``struct flock``
-_STRUCT_FLOCK = struct.Struct("=hh4xqqi4x")
-#: Seconds for others to release a lock: databases lock for moments only.
-_PATIENCE = 2.0
 #: Where named semaphores are (sem_overview(7)).
 _SEMAPHORES = "/dev/shm/sem."  # noqa: S108 - read, not written
 _ONE_PIPE = "one for both kernels: each reads what the other writes, and what was in it is there twice"
@@ -98,40 +86,6 @@ def _of_both(directory: Path) -> list[Exclusive]:
     return found + [Exclusive("semaphore", f"named semaphore {path}", _ONE_SEMAPHORE) for path in semaphores]
 
 
-def taken_lock(directory: Path) -> str:
-    """Return the path of a file that another process has locked, so that CRIU would wait for a lock in the dump; or "".
-
-    Of locks that belong to an open file: POSIX locks are not in a dump (`tasks.remove_posix_locks`).  Others get a
-    moment to release theirs.  Raises `ImageFormat`.
-    """
-    path, ids = directory / _LOCKS, images.DescriptorIds()
-    deadline = time.monotonic() + _PATIENCE
-    for lock in map(fields_of, records(path, images.FILE_LOCKS_MAGIC) if path.exists() else ()):
-        kind, flags = (number_of(lock, each) or 0 for each in (images.LOCK_TYPE, images.LOCK_FLAGS))
-        name = images.name_of_file(directory, images.locked_file(directory, lock, ids))
-        if kind not in (fcntl.F_RDLCK, fcntl.F_WRLCK) or not flags & (_FLOCK | _OFD):
-            continue
-        while not _can_lock(name, kind, flags, [number_of(lock, at) or 0 for at in _RANGE]):
-            if time.monotonic() > deadline:
-                return name
-            time.sleep(0.01)
-    return ""
-
-
-def _can_lock(path: str, kind: int, flags: int, place: list[int]) -> bool:
-    """Return whether a lock can be set; it is released at once.  What cannot be tried here CRIU tries."""
-    exclusive = kind == fcntl.F_WRLCK
-    with contextlib.suppress(OSError), open(path, "r+b" if exclusive and flags & _OFD else "rb", buffering=0) as file:
-        try:
-            if flags & _OFD:
-                fcntl.fcntl(file, fcntl.F_OFD_SETLK, _STRUCT_FLOCK.pack(kind, os.SEEK_SET, *place, 0))
-            else:
-                fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno not in (errno.EAGAIN, errno.EACCES)
-    return True
-
-
 def _exclusive_locks(directory: Path, notes: Mapping[str, Any]) -> list[Exclusive]:
     ids: set[int | None] = {id for _, id in _locks(directory) if id is not None}
     for pid, of_process in notes.items():
@@ -152,9 +106,9 @@ def separate(
     source = view if (view / images.FILES).exists() else directory
     contents, found = _separated(source, own, choose_port, prefix)
     _replace(view / images.FILES, images.FILES_MAGIC, contents)
-    if (directory / _LOCKS).exists():
+    if (directory / images.LOCKS).exists():
         kept = [record for record, id in _locks(directory) if id is None]
-        _replace(view / _LOCKS, images.FILE_LOCKS_MAGIC, kept)
+        _replace(view / images.LOCKS, images.FILE_LOCKS_MAGIC, kept)
     return found + _exclusive_locks(directory, notes) + _of_both(directory)
 
 
@@ -187,11 +141,11 @@ def _replace(path: Path, magic: int, contents: Iterable[bytes]) -> None:
 
 def _locks(directory: Path) -> Iterator[tuple[bytes, int | None]]:
     """Yield each lock's record, and the id of its file if the lock is exclusive."""
-    path, known = directory / _LOCKS, images.DescriptorIds()
+    path, known = directory / images.LOCKS, images.DescriptorIds()
     for record in records(path, images.FILE_LOCKS_MAGIC) if path.exists() else ():
         fields = fields_of(record)
         exclusive = number_of(fields, images.LOCK_TYPE) == fcntl.F_WRLCK
-        kind = (number_of(fields, images.LOCK_FLAGS) or 0) & (_FLOCK | _OFD | images.FL_POSIX)
+        kind = (number_of(fields, images.LOCK_FLAGS) or 0) & (images.FL_FLOCK | images.FL_OFD | images.FL_POSIX)
         yield record, images.locked_file(directory, fields, known) if exclusive and kind else None
 
 

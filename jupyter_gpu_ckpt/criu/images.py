@@ -55,8 +55,9 @@ _PTY = 1
 _IDS_FILES = 2
 _FDINFO_ID, FDINFO_FD = 1, 4
 LOCK_FLAGS, LOCK_TYPE, LOCK_PID, _LOCK_FD, LOCK_START, LOCK_LENGTH = 1, 2, 3, 4, 5, 6
-#: FL_POSIX of CRIU's file-lock.h
-FL_POSIX = 1
+#: Kinds of locks in CRIU's file-lock.h.
+FL_POSIX, FL_FLOCK, FL_OFD = 1, 2, 4
+LOCKS = "filelocks.img"
 _REMAP_ID, _REMAP_TO, _REMAP_TYPE = 1, 2, 3
 _REMAP_LINKED, _REMAP_GHOST = 0, 1
 # messages mm_entry and vma_entry; for a file's mapping shmid is the file's id, status says what kind of mapping it is
@@ -266,7 +267,7 @@ def files_by_descriptor(directory: Path, pid: int | str) -> dict[int | None, int
 
 def _locks(directory: Path) -> tuple[set[int | None], dict[int | None, set[tuple[int, int, int]]]]:
     """Return the ids of files with a lock, and POSIX locks (type, start, length) by the ids of their files."""
-    path = directory / "filelocks.img"
+    path = directory / LOCKS
     locked: set[int | None] = set()
     posix: dict[int | None, set[tuple[int, int, int]]] = {}
     ids: DescriptorIds = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..capsule.capsule import Capsule, Ran
-from ..criu import exclusive, images, shared_pages, vmas
+from ..criu import exclusive, images, open_file_locks, shared_pages, vmas
 from ..criu.criu import Restored
 from ..criu.exclusive import Exclusive
 from ..errors import (
@@ -267,7 +267,7 @@ def _restore(attempt: Attempt, capsule: Capsule, files: Readable, running: dict[
         _begin_read(attempt, capsule, files)
         if attempt.databases:
             capsule.lock_databases(attempt.databases)
-        if path := exclusive.taken_lock(view):
+        if path := open_file_locks.taken(view):
             message = f"The kernel cannot lock {path} again as it had: another process has locked it."
             raise LockTaken(message, culprit=path, lacking=[path])
         timeout = kernel.deadline(manifest.bytes)

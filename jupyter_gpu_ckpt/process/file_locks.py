@@ -27,10 +27,10 @@ from jupyter_gpu_ckpt.process.injection import Injection
 _LOCK = re.compile(r"^lock:\t\d+: POSIX +\S+ +(READ|WRITE) +(\d+) \S+ (\d+) (\d+|EOF)$", re.M)
 _TYPES = {"READ": fcntl.F_RDLCK, "WRITE": fcntl.F_WRLCK}
 #: ``struct flock``
-_FLOCK = struct.Struct("=hh4xqqi4x")
+FLOCK = struct.Struct("=hh4xqqi4x")
 _TAKEN = (errno.EAGAIN, errno.EACCES)
 #: Seconds for others to release the locks of a process.
-_PATIENCE = 2.0
+PATIENCE = 2.0
 
 
 class Lock(NamedTuple):
@@ -84,9 +84,9 @@ def reapply(notes: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _set(inside: Injection, locks: Iterable[Lock]) -> Iterator[str]:
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + PATIENCE
     for lock in locks:
-        with inside.on_stack(_FLOCK.pack(lock.type, os.SEEK_SET, lock.start, lock.length, 0)) as address:
+        with inside.on_stack(FLOCK.pack(lock.type, os.SEEK_SET, lock.start, lock.length, 0)) as address:
             # The process that has it now may keep it; but databases lock for moments only.
             while (done := inside.call("fcntl", lock.descriptor, fcntl.F_SETLK, address)) < 0 and -done in _TAKEN:
                 if time.monotonic() > deadline:

@@ -367,6 +367,9 @@ async def test_what_a_branch_would_remove_at_its_end_is_left_to_the_other_kernel
         own = await branch.run("own = tempfile.TemporaryDirectory(); print(own.name)")
         await branch.run("file.close(); del file, directory; memory.close(); import gc; _ = gc.collect()")
         assert await branch.run("print(*map(os.path.exists, paths))") == "True True True"
+        asleep = await branch.provisioner.checkpoint()
+        assert asleep.manifest.report["tracked"] == [], "what is removed with the image of a kernel that never wakes"
+        assert await branch.run("print(*map(os.path.exists, paths))") == "True True True"
         branch.client.shutdown()
         while await branch.manager.is_alive():
             await asyncio.sleep(0.05)

@@ -55,6 +55,7 @@ from ..paths import data_directory
 from ..process import descriptors
 from ..units import size
 from .cuda import OUT_OF_MEMORY, Cuda, CudaState
+from .held_memory import MOST, HeldMemory
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ _GATE_CLOSED, _GATE_LEASED, _GATE_WATCHED = 2, 4, 8
 #: Says that a kernel shares GPUs (`memory_wait.c`).
 _SHARES_VARIABLE = "JUPYTER_GPU_CKPT_SHARES_GPUS"
 #: Version of the protocol on that socket (`control.c`).
-_VERSION = 7
+_VERSION = 8
 #: Seconds that the launch gate may be leased at the most.
 _LONGEST_LEASE = 86400.0
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
@@ -435,14 +436,16 @@ class FastPath:
         timeout_s: float,
         choose_directory: ChooseDirectory = lambda _, __: None,
         for_others: bool = False,
+        held: HeldMemory | None = None,
     ) -> int:
         """Copy all allocations to host memory and free them.  Return the bytes moved, 0 if the library cannot.
 
         The process is ``LOCKED`` before and after.  With 0, the allocations are unchanged, and left to the driver.
         ``choose_directory`` gets their bytes, and those of host memory that a copy of them has already; it returns a
         directory on a disk if host memory is too small.  If it raises, nothing is swapped out.  ``for_others``: free
-        each allocation as soon as its copy is complete, so that others have its memory meanwhile.  *After failure* the
-        kernel may be unlocked, and allocations swapped out: `swap_in` repairs that.
+        each allocation as soon as its copy is complete, so that others have its memory meanwhile.  ``held``: gets what
+        can stay on the GPU until the swap in, if none of it is for others.  *After failure* the kernel may be unlocked,
+        and allocations swapped out: `swap_in` repairs that.
         """
         pid = self._pid
         try:
@@ -466,6 +469,8 @@ class FastPath:
                     elif library:
                         library.request("copy_out")
                         may_run = False
+                        if held is not None:
+                            library.hold(held)
                         library.request("free")
             except _NoReply as error:
                 # Do not lock: the library, still working, would wait for the driver's lock forever.
@@ -602,11 +607,11 @@ class FastPath:
                 os.unlink(FROZEN, dir_fd=memory)
         self._capsule.unfreeze_threads(child=self._child)
 
-    def swap_in(self, *, lock_s: float, timeout_s: float, wait_s: float = 0.0) -> None:
+    def swap_in(self, *, lock_s: float, timeout_s: float, wait_s: float = 0.0, held: HeldMemory | None = None) -> None:
         """Bring all allocations back to the device and unlock the kernel: ``LOCKED -> RUNNING``.
 
         ``wait_s``: seconds to wait for each allocation's memory while others leave the device; the rest is copied
-        meanwhile.
+        meanwhile.  ``held``: what has stayed there since `swap_out`, and is copied there; it holds nothing afterwards.
         Also repairs the state in which `swap_out` or an earlier `swap_in` failed.  *After failure* nothing is lost: the
         kernel is suspended (`GpuFull` if the GPU has too little memory), or its threads are frozen and the library may
         still be working; another `swap_in` continues from there.
@@ -631,7 +636,7 @@ class FastPath:
             with self._library(timeout_s + wait_s) as library:
                 if library is None:
                     raise _NoReply("The kernel's library for device memory cannot be reached.")
-                library.request(f"swap_in {round(wait_s * 1000)}" if wait_s else "swap_in")
+                library.request(f"swap_in {round(wait_s * 1000)}" if wait_s else "swap_in", held)
         except _NoReply as error:
             self._log_blocked_threads()
             raise _cuda_error(error) from error
@@ -711,9 +716,9 @@ class _Library:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
-    def request(self, verb: str) -> Amounts:
-        """Request ``verb`` (`control.c`); return the amounts afterwards."""
-        reply = self.exchange(verb)
+    def request(self, verb: str, held: HeldMemory | None = None) -> Amounts:
+        """Request ``verb`` (`control.c`), with what is held; return the amounts afterwards."""
+        reply = self.exchange(verb, held)
         try:
             swappable = (reply["allocations"], reply["bytes"], reply["swapped_out"])
             amounts = Amounts(
@@ -726,17 +731,39 @@ class _Library:
             raise _Refused(f"The CUDA driver refused a call of {verb!r} for the kernel's device memory.", result)
         return amounts
 
-    def exchange(self, verb: str) -> dict[str, Any]:
-        """Return the library's whole reply."""
+    def hold(self, held: HeldMemory) -> None:
+        """Have the device keep what was copied and is about to be freed."""
+        reply, received = self._exchange(f"hold {held.most}", [])
+        held.put(received, int(reply.get("held", 0)))
+        if len(received) != reply.get("exported"):  # this process could not have all: how much it has nobody knows
+            held.close()
+
+    def exchange(self, verb: str, held: HeldMemory | None = None) -> dict[str, Any]:
+        """Return the library's whole reply.  What is ``held`` is the library's then."""
         try:
-            self._connection.sendall(f"{verb}\n".encode())
+            return self._exchange(verb, held.descriptors if held is not None else [])[0]
+        finally:
+            if held is not None:
+                held.close()
+
+    def _exchange(self, verb: str, sent: list[int]) -> tuple[dict[str, Any], list[int]]:
+        """Send a request with descriptors; return the reply, and those that come with it."""
+        received: list[int] = []
+        try:
+            socket.send_fds(self._connection, [f"{verb}\n".encode()], sent)
             text = b""
-            while not text.endswith(b"\n") and (more := self._connection.recv(4096)):
+            while not text.endswith(b"\n"):
+                more, files, _, _ = socket.recv_fds(self._connection, 4096, MOST, socket.MSG_CMSG_CLOEXEC)
+                received += files
+                if not more:
+                    break
                 text += more
             reply = json.loads(text)
         except (OSError, ValueError) as error:
+            for each in received:
+                os.close(each)
             raise _NoReply(f"The kernel's library for device memory did not reply to {verb!r}.") from error
-        return reply if isinstance(reply, dict) else {}
+        return (reply if isinstance(reply, dict) else {}), received
 
 
 def _require_version(version: object) -> None:

@@ -23,6 +23,7 @@ from ..criu.exclusive import Exclusive
 from ..cuda.cuda import Cuda
 from ..cuda.fastpath import FastPath
 from ..cuda.gpus import Gpu, Gpus
+from ..cuda.held_memory import HeldMemory
 from ..cuda.refusals import Refusal
 from ..errors import CapsuleError, CapsuleGone, CriuError, GpuCkptError, KernelLost, LimitReached, UnsupportedCuda
 from ..image.background_task import BackgroundTask
@@ -426,6 +427,8 @@ class Attempt:
     reservation: ExitStack = field(default_factory=ExitStack)
     #: Of a kernel that can come while another one leaves.
     early_return: EarlyReturn | None = None
+    #: Device memory that stays on the GPU while the kernel is saved; ended by `resources`.
+    held: HeldMemory = field(default_factory=HeldMemory)
 
     # of a dump
     draft: Draft | None = None

@@ -18,6 +18,7 @@ from .. import errors, procfs
 from ..cuda import refusals
 from ..cuda.cuda import Cuda, CudaState
 from ..cuda.fastpath import MUCH, SOCKET, Amounts, ChooseDirectory
+from ..cuda.held_memory import HeldMemory
 from ..errors import GpuCkptError
 from .context import KernelState
 from .preflight import read_process
@@ -221,11 +222,14 @@ def swap_out(
     timeout_s: float,
     choose_directory: ChooseDirectory,
     for_others: bool = False,
+    held: HeldMemory | None = None,
 ) -> dict[int, int]:
     """Have the libraries of locked processes swap out their memory, at the same time; return the bytes by process.
 
-    ``choose_directory``: of the kernel's own, as for `FastPath.swap_out`; see there for ``for_others`` and a failure.
+    ``choose_directory``: of the kernel's own, as for `FastPath.swap_out`; see there for ``for_others``, ``held`` and a
+    failure.
     """
+    own = kernel.require_capsule().host_pid
     moved = dict.fromkeys(pids, 0)
 
     def swap(pid: int) -> None:
@@ -234,6 +238,7 @@ def swap_out(
             timeout_s=timeout_s,
             choose_directory=choose_directory,
             for_others=for_others,
+            held=held if pid == own else None,
         )
 
     _raise_first(kernel, _each(kernel, pids, swap))

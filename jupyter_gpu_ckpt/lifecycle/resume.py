@@ -40,9 +40,11 @@ def reserve(attempt: Attempt) -> None:
     except ValueError as error:
         raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
     if kernel.admission is not None and (needs := _needs(attempt)):
-        drivers = _drivers_part(kernel, needs)
+        stays = attempt.held.bytes > 0
+        drivers = None if stays else _drivers_part(kernel, needs)
         try:
-            admitted = kernel.admission.admit(needs, gpus, elsewhere=not attempt.gpu_map, early=drivers is not None)
+            elsewhere = not attempt.gpu_map and not stays
+            admitted = kernel.admission.admit(needs, gpus, elsewhere=elsewhere, early=drivers is not None)
         except OSError as error:  # the directory that users share: then as without sharing
             _log.warning("Kernel %s cannot wait for a GPU: %s", kernel.home.kernel_id, error.strerror)
         else:
@@ -64,13 +66,14 @@ def _reservation(attempt: Attempt) -> AbstractContextManager[None]:
 
 
 def _needs(attempt: Attempt) -> dict[str, int]:
-    """Return the bytes that the kernel needs on each GPU of this node."""
+    """Return the bytes that the kernel needs on each GPU of this node, beside those that are held there."""
     kernel, mapping = attempt.kernel, attempt.gpu_mapping or {}
     counted = kernel.saved.pids
     there = cuda_processes.candidates(kernel) if kernel.capsule is not None else []
     used = kernel.engine.gpus.used_by(*[pid for pid in there if counted is None or pid in counted])
     return {
-        mapping.get(uuid, uuid): max(0, bytes - used.get(uuid, 0))  # a warm one still has its context there
+        # A warm one still has its context there.
+        mapping.get(uuid, uuid): max(0, bytes - used.get(uuid, 0) - attempt.held.bytes)
         for uuid, bytes in kernel.saved.device_bytes.items()
     }
 
@@ -150,7 +153,9 @@ def cuda_resume(attempt: Attempt) -> None:
             host_memory.require_read(attempt)
         with part("swap_in"):
             if state is not CudaState.NONE:
-                kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline, wait_s=wait_s)
+                kernel.fast_path().swap_in(
+                    lock_s=kernel.settings.cuda, timeout_s=deadline, wait_s=wait_s, held=attempt.held
+                )
             else:
                 kernel.fast_path().open_launch_gate()
         capsule.unfreeze_threads(all=not attempt.alone)

@@ -357,9 +357,15 @@ def cuda_suspend(attempt: Attempt) -> None:
             return
         if children := [each for each in locked if each != pid]:  # theirs cannot go to the disk
             host_memory.require_memory(sum(gpus.used_by(*children).values()))
+        attempt.resources.callback(attempt.held.close)
         with part("swap_out"):
             swapped = cuda_processes.swap_out(
-                kernel, locked, timeout_s=deadline, choose_directory=choose, for_others=for_others
+                kernel,
+                locked,
+                timeout_s=deadline,
+                choose_directory=choose,
+                for_others=for_others,
+                held=attempt.held if attempt.continues and len(saved.device_bytes) == 1 else None,
             )
         moved = swapped.get(pid, 0)
         if not moved:

@@ -17,6 +17,9 @@
  *   mirror    begin to copy what is on the device to host memory that is kept, in the background (`mirror.h`):
  *             likewise.  It ends with the first call of the program that uses the GPU, and with requests above but
  *             status; let one end it before threads are stopped, which may be in the driver
+ *   hold COUNT   after copy_out: export at most so many memories, so that the device keeps them when they are freed
+ *                (`held_memory.h`): likewise, with {"exported": number, "held": bytes} and so many descriptors, which
+ *                may come with swap_in, in their order
  *   export PROCESS NUMBER    (hexadecimal) share an allocation with another process (`ipc.h`): likewise, with a
  *                            descriptor of its memory
  *
@@ -54,6 +57,7 @@
 #include "child.h"
 #include "context_memory.h"
 #include "copies.h"
+#include "held_memory.h"
 #include "host_memory.h"
 #include "instruments.h"
 #include "ipc.h"
@@ -70,7 +74,7 @@
 #include "workers.h"
 
 #ifndef CONTROL_VERSION /* of another release, in tests */
-#define CONTROL_VERSION 7
+#define CONTROL_VERSION 8
 #endif
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
 /* The same, for the processes that the kernel starts: each appends its pid to the name. */
@@ -197,11 +201,38 @@ static CUresult (*step_of(const char *verb))(void)
                                            : NULL;
 }
 
-static CUresult perform(const char *verb, int *descriptor)
+/* Descriptors that come with a request, or go with its reply. */
+struct passed {
+    int descriptors[MOST_HELD];
+    size_t count, held; /* ``held``: bytes of the memory that was exported */
+};
+
+static void close_all(struct passed *passed)
+{
+    while (passed->count != 0)
+        close(passed->descriptors[--passed->count]);
+}
+
+static CUresult hold(unsigned int most, struct passed *sent)
+{
+    if (!table_lock_for_swap())
+        return CUDA_ERROR_NOT_READY;
+    sent->count = swap_export(sent->descriptors, most < MOST_HELD ? most : MOST_HELD, &sent->held);
+    table_unlock();
+    return CUDA_SUCCESS;
+}
+
+static CUresult perform(const char *verb, struct passed *received, struct passed *sent)
 {
     unsigned long long process, number;
-    if (sscanf(verb, "export %llx %llx", &process, &number) == 2)
-        return ipc_export(process, number, descriptor);
+    unsigned int most;
+    if (sscanf(verb, "export %llx %llx", &process, &number) == 2) {
+        CUresult result = ipc_export(process, number, sent->descriptors);
+        sent->count = result == CUDA_SUCCESS;
+        return result;
+    }
+    if (sscanf(verb, "hold %9u", &most) == 1)
+        return hold(most, sent);
     CUresult (*step)(void) = step_of(verb);
     bool copies_out = step == swap_copy_out || step == swap_move_out;
     bool frees = step == swap_free_device || step == swap_move_out;
@@ -214,6 +245,10 @@ static CUresult perform(const char *verb, int *descriptor)
     if (ready && step != swap_free_device)
         result = copies_dry_run(copies_out && swap_limit() != 0);
     publish(swap_amounts().swapped_out != 0 || frees);
+    if (result == CUDA_SUCCESS && (step == swap_in || step == swap_in_patiently)) {
+        held_memory_take(received->descriptors, received->count);
+        received->count = 0;
+    }
     if (result == CUDA_SUCCESS)
         result = step();
     bool swapped_out = swap_amounts().swapped_out != 0;
@@ -227,41 +262,43 @@ static CUresult perform(const char *verb, int *descriptor)
     return result;
 }
 
+union descriptors_message {
+    struct cmsghdr header;
+    char space[CMSG_SPACE(MOST_HELD * sizeof(int))];
+};
+
 /* Without a stream, even dprintf's: a process that exits flushes it once more, and SIGPIPE would end it. */
-static void send_reply(char *line, size_t length, int descriptor)
+static void send_reply(char *line, size_t length, struct passed *sent)
 {
-    union {
-        struct cmsghdr header;
-        char space[CMSG_SPACE(sizeof(int))];
-    } control = {.header = {.cmsg_len = CMSG_LEN(sizeof(int)), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS}};
+    union descriptors_message control = {
+        .header = {.cmsg_len = CMSG_LEN(sent->count * sizeof(int)), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS}};
     struct iovec part = {line, length};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
-    if (descriptor >= 0) {
-        memcpy(CMSG_DATA(&control.header), &descriptor, sizeof descriptor);
+    if (sent->count != 0) {
+        memcpy(CMSG_DATA(&control.header), sent->descriptors, sent->count * sizeof(int));
         message.msg_control = &control;
-        message.msg_controllen = sizeof control;
+        message.msg_controllen = CMSG_SPACE(sent->count * sizeof(int));
     }
     sendmsg(atomic_load(&peer), &message, MSG_NOSIGNAL);
-    if (descriptor >= 0)
-        close(descriptor);
+    close_all(sent);
 }
 
-static void reply(const char *verb)
+static void reply(const char *verb, struct passed *received)
 {
     double began = now();
-    int descriptor = -1;
-    CUresult result = perform(verb, &descriptor);
+    struct passed sent = {.count = 0};
+    CUresult result = perform(verb, received, &sent);
     struct amounts amounts = swap_amounts();
     char line[512];
     int length = snprintf(line, sizeof line,
                           "{\"version\": %d, \"cuda\": %d, \"allocations\": %zu, \"bytes\": %zu, \"swapped_out\": %zu, "
                           "\"kept\": %zu, \"mirrors\": %d, \"managed\": %zu, \"shared\": %zu, \"touches\": %d, "
-                          "\"seconds\": %.6f}\n",
+                          "\"exported\": %zu, \"held\": %zu, \"seconds\": %.6f}\n",
                           CONTROL_VERSION, result, amounts.allocations, amounts.bytes, amounts.swapped_out,
                           amounts.kept, mirror_runs(), managed_count(), allocations_shared() + mappings_exported(),
-                          atomic_load(&gpu_ckpt_published.touches),
-                          now() - began);
-    send_reply(line, (size_t)length, descriptor);
+                          atomic_load(&gpu_ckpt_published.touches), sent.count, sent.held, now() - began);
+    close_all(received);
+    send_reply(line, (size_t)length, &sent);
     swap_free_host();
 }
 
@@ -296,16 +333,34 @@ static void wait_readable(int descriptor)
 struct input {
     char bytes[64];
     ssize_t at, count;
+    struct passed received;
 };
+
+static ssize_t receive(struct input *input)
+{
+    union descriptors_message control;
+    struct iovec part = {input->bytes, sizeof input->bytes};
+    struct msghdr message = {
+        .msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    ssize_t bytes;
+    do
+        bytes = recvmsg(atomic_load(&peer), &message, MSG_CMSG_CLOEXEC);
+    while (bytes < 0 && errno == EINTR);
+    struct cmsghdr *header = bytes > 0 ? CMSG_FIRSTHDR(&message) : NULL;
+    if (header != NULL && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
+        close_all(&input->received);
+        input->received.count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+        memcpy(input->received.descriptors, CMSG_DATA(header), input->received.count * sizeof(int));
+    }
+    return bytes;
+}
 
 static int next_byte(struct input *input)
 {
     if (input->at == input->count) {
         input->at = 0;
         wait_readable(atomic_load(&peer));
-        do
-            input->count = recv(atomic_load(&peer), input->bytes, sizeof input->bytes, 0);
-        while (input->count < 0 && errno == EINTR);
+        input->count = receive(input);
         if (input->count <= 0)
             return input->count = 0, EOF;
     }
@@ -338,10 +393,12 @@ static bool is_permitted(int connection)
 
 static void serve(void)
 {
-    struct input input = {.at = 0};
+    static struct input input;
     char verb[48];
+    input.at = input.count = 0;
     while (read_verb(&input, verb, sizeof verb))
-        reply(verb);
+        reply(verb, &input.received);
+    close_all(&input.received);
     if (swap_amounts().swapped_out == 0) {
         rwlock_restore(); /* first: it takes no time */
         publish(false);

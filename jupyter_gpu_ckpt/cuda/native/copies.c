@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #include <time.h>
 
+#include "held_memory.h"
 #include "host_memory.h"
 #include "mappings.h"
 #include "own_threads.h"
@@ -37,7 +38,7 @@ struct part {
     size_t offset; /* in host memory */
     size_t bytes;
     bool zero;  /* it holds only zeros, on the device or in host memory */
-    bool known; /* on the way out: host memory has its content already */
+    bool known; /* it is there already: in host memory; or, on the way in, on the device */
     atomic_bool passed; /* on the way out: host memory has its content; on the way in: it has device memory */
 };
 
@@ -407,8 +408,9 @@ static void list_parts(struct work *work, bool passed)
             for (size_t offset = 0; offset < each.bytes; offset += PART_BYTES) {
                 size_t rest = each.bytes - offset, bytes = rest < PART_BYTES ? rest : PART_BYTES;
                 bool zero = !work->outwards && host_memory_is_zero(each.offset + offset, bytes);
+                bool known = !work->outwards && held_memory_is_back(at - 1);
                 work->parts[count++] =
-                    (struct part){each.address + offset, each.offset + offset, bytes, zero, false, passed};
+                    (struct part){each.address + offset, each.offset + offset, bytes, zero && !known, known, passed};
             }
 }
 

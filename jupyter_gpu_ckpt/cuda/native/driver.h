@@ -147,6 +147,7 @@ enum {
        CUstream, void **, void **))                                                                                    \
     F(cuMemHostGetDevicePointer_v2, (CUdeviceptr *, void *, unsigned int))                                             \
     F(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle *, void *, int))                                   \
+    F(cuMemcpyDtoDAsync_v2, (CUdeviceptr, CUdeviceptr, size_t, CUstream))                                              \
     F(cuMemsetD8Async, (CUdeviceptr, unsigned char, size_t, CUstream))                                                 \
     F(cuModuleGetFunction, (CUfunction *, CUmodule, const char *))                                                     \
     F(cuModuleLoadData, (CUmodule *, const void *))                                                                    \

@@ -646,6 +646,16 @@ CUresult mappings_map_one(size_t number)
     return result == CUDA_SUCCESS ? each_mapping_of(&memories[number], map) : result;
 }
 
+bool mappings_exportable(size_t number, CUmemGenericAllocationHandle *handle)
+{
+    struct memory *memory = &memories[number];
+    if (memory->properties.requestedHandleTypes != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR ||
+        need_original(memory) != CUDA_SUCCESS || !memory->has_original)
+        return false;
+    *handle = memory->original;
+    return true;
+}
+
 /* The program has no reference: its mappings alone keep the memory. */
 static CUresult release_surplus(struct memory *memory)
 {

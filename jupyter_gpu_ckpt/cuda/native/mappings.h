@@ -107,6 +107,9 @@ CUresult mappings_map(void);
 CUresult mappings_unmap_one(size_t number);
 CUresult mappings_map_one(size_t number);
 
+/* The driver's handle of that memory, if it can be exported; else false. */
+bool mappings_exportable(size_t number, CUmemGenericAllocationHandle *handle);
+
 /* Leave what is not unmapped to the driver, as if it had not been planned. */
 void mappings_exclude_present(void);
 

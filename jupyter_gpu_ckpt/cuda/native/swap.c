@@ -6,6 +6,7 @@
 #include <time.h>
 
 #include "copies.h"
+#include "held_memory.h"
 #include "host_memory.h"
 #include "mappings.h"
 #include "memory_pressure.h"
@@ -313,6 +314,22 @@ static CUresult map_one(size_t number)
     return number < slots ? allocation_map(&table[number]) : mappings_map_one(number - slots);
 }
 
+static bool exportable(size_t number, CUmemGenericAllocationHandle *handle)
+{
+    size_t slots;
+    struct allocation *table = allocations_table(&slots);
+    if (number >= slots)
+        return mappings_exportable(number - slots, handle);
+    *handle = table[number].handle;
+    return table[number].has_handle;
+}
+
+size_t swap_export(int *descriptors, size_t most, size_t *bytes)
+{
+    *bytes = 0;
+    return content == COPIED ? held_memory_export(descriptors, most, bytes, exportable) : 0;
+}
+
 /* Leave what is still on the device to the driver; return the bytes of the rest. */
 static size_t exclude_present(void)
 {
@@ -384,7 +401,7 @@ static CUresult map_all_and_copy(void)
     CUresult result = each_copied(allocation_map, false);
     if (result == CUDA_SUCCESS)
         result = mappings_map();
-    return result == CUDA_SUCCESS ? copies_run_in() : result;
+    return result == CUDA_SUCCESS && !held_memory_is_all_back() ? copies_run_in() : result;
 }
 
 #define LOOK 5000000 /* nanoseconds between two attempts */
@@ -405,8 +422,11 @@ static CUresult bring_in(CUresult (*map_and_copy)(void))
     if (content != SWAPPED_OUT)
         return CUDA_SUCCESS;
     CUresult result = copies_pending() ? copies_wait() : CUDA_SUCCESS;
-    if (result == CUDA_SUCCESS)
+    if (result == CUDA_SUCCESS) {
+        held_memory_copy(map_one);
         result = map_and_copy();
+    }
+    held_memory_end();
     if (result != CUDA_SUCCESS) {
         if (!copies_pending() || copies_wait() == CUDA_SUCCESS) {
             each_copied(allocation_unmap, true);

@@ -33,6 +33,10 @@ void swap_free_places(struct copied *list, size_t count);
 /* Copy every allocation to host memory.  After failure there is no copy, and every allocation is as it was. */
 CUresult swap_copy_out(void);
 
+/* Export memory that was copied and is still on the device, at most so many, for `held_memory_take`: `held_memory.h`.
+ * The number of descriptors; 0 where there is no copy. */
+size_t swap_export(int *descriptors, size_t most, size_t *bytes);
+
 /* Free the device memory of the allocations that were copied.  After failure their content is on the device; or, where
  * the driver refuses that, too, in host memory, and what device memory is left is freed by another attempt or used by
  * `swap_in`. */

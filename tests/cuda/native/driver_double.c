@@ -865,6 +865,16 @@ EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void *host, size_
     return CUDA_SUCCESS;
 }
 
+EXPORT CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
+{
+    ENTER();
+    if (!device_range_is_usable(to, bytes, 3) || !device_range_is_usable(from, bytes, 1))
+        misuse("%s(%#llx, %#llx, %zu): outside of what is there", __func__, to, from, bytes);
+    struct operation wanted = {.kind = OUT, .device = from, .host = (char *)to, .bytes = bytes, .delay = delay};
+    ask(stream, wanted, __func__);
+    return CUDA_SUCCESS;
+}
+
 EXPORT void double_set_delay(unsigned microseconds) { delay = microseconds; }
 
 EXPORT CUresult double_launch_on(CUstream stream, CUdeviceptr address, size_t bytes, int value, unsigned microseconds)

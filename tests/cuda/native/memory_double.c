@@ -39,6 +39,7 @@ struct memory {
     int file;     /* another process's; or -1: our own */
     CUmemAllocationProp properties;
     size_t mappings, references;
+    bool exported; /* it lives as long as a descriptor does; here for good */
 };
 struct ranges {
     struct range *all;
@@ -173,7 +174,8 @@ static void forget_unused(struct memory *memory)
     if (memory->references != 0 || memory->mappings != 0)
         return;
     if (memory->file < 0) {
-        fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory->offset, (off_t)memory->bytes);
+        if (!memory->exported)
+            fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory->offset, (off_t)memory->bytes);
         release(memory->bytes);
     } else
         close(memory->file);
@@ -376,6 +378,7 @@ EXPORT CUresult cuMemExportToShareableHandle(void *descriptor, CUmemGenericAlloc
     snprintf(path, sizeof path, "/proc/self/fd/%d", file);
     *(int *)descriptor = open(path, O_RDWR | O_CLOEXEC);
     lseek(*(int *)descriptor, memory->offset, SEEK_SET);
+    memory->exported = true;
     pthread_mutex_unlock(&mutex);
     return CUDA_SUCCESS;
 }
@@ -490,7 +493,7 @@ static CUresult set_access(struct range *mapping, const CUmemAccessDesc *access,
     for (CUdevice device = 0; device < device_count(); device++) {
         all |= mapping->access[device];
         if (can_access(device, own) && mapping->access[device] != CU_MEM_ACCESS_FLAGS_PROT_READWRITE &&
-            !holding(&reservations, mapping->address, 1)->programs)
+            mapping->memory->file < 0 && !holding(&reservations, mapping->address, 1)->programs)
             misuse("cuMemSetAccess(%#lx): device %d, which could use memory of cudaMalloc's, may not",
                    (long)mapping->address, device);
     }

@@ -48,9 +48,15 @@ class Control:
         assert line, "the connection was closed"
         return json.loads(line)
 
-    def ask(self, verb: str) -> dict[str, Any]:
-        self.send(f"{verb}\n".encode())
+    def ask(self, verb: str, descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        socket.send_fds(self.socket, [f"{verb}\n".encode()], descriptors)
         return self.answer()
+
+    def hold(self, count: int) -> tuple[dict[str, Any], list[int]]:
+        """Request that memory is exported; return the answer, and the descriptors."""
+        self.send(f"hold {count}\n".encode())
+        line, descriptors, _, _ = socket.recv_fds(self.socket, 4096, 253)
+        return json.loads(line), descriptors
 
     def must(self, *verbs: str) -> None:
         for verb in verbs:

@@ -25,7 +25,8 @@ import re
 import select
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
@@ -308,14 +309,42 @@ def _tree(root: int) -> Iterator[int]:
                 fresh += procfs.children(pid)
 
 
-def _optional(path: str) -> str:
-    """Read a file; empty on a Linux that is built without it.  The end of its process is raised."""
+def _optional(path: str | Callable[[], str]) -> str:
+    """Read a file, or call what does; empty on a Linux that is built without it.  The end of its process is raised."""
     try:
-        return procfs.read(path)
+        return path() if callable(path) else procfs.read(path)
     except ProcessLookupError:
         raise
     except OSError:
         return ""
+
+
+class _Reading:
+    """A file that is read meanwhile by a thread: Linux takes long for some of a process with much memory."""
+
+    def __init__(self, path: str) -> None:
+        self._content: list[str] = []
+        self._error: list[OSError] = []
+
+        def read() -> None:
+            try:
+                self._content.append(procfs.read(path))
+            except OSError as error:
+                self._error.append(error)
+
+        self._thread = threading.Thread(target=read, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # there are no more threads
+            read()
+
+    def result(self) -> str:
+        """Return the content.  Raises `OSError`."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        for error in self._error:
+            raise error
+        return self._content[0]
 
 
 class _OwnState:
@@ -401,6 +430,8 @@ class _Process:
             return
         if (directory := os.readlink(f"{self.root}/root")) != "/":
             self.refuse_file(f"a root directory of its own ({directory})", _OUTSIDE)
+        if stopped:
+            self.smaps, self.numa_maps = _Reading(f"{self.root}/smaps"), _Reading(f"{self.root}/numa_maps")
         self.threads()
         self.descriptors()
         self.process()
@@ -955,7 +986,7 @@ class _Process:
         """Flags, protection keys and NUMA policies of every mapping, from smaps and numa_maps."""
         ranges: list[list[int]] = []
         sealed, on_fault = [], []
-        content = procfs.read(f"{self.root}/smaps")
+        content = self.smaps.result()
         has_keys = content.count("\nProtectionKey:") != content.count("\nProtectionKey:           0\n")
         known: dict[str, frozenset[str]] = {}  # hundreds of mappings have some ten sets of flags
         for low, high, name, facts in _MAPPING.findall(content):
@@ -985,7 +1016,7 @@ class _Process:
         self.inventory["mappings"] = ranges
         own = self.notes.get("threads", {}).get(str(self.pid), {}).get("numa", "default")
         policies = []
-        for line in procfs.lines(_optional(f"{self.root}/numa_maps")):
+        for line in procfs.lines(_optional(self.numa_maps.result)):
             words = line.split(None, 2)
             if words[1] not in ("default", own):
                 start = int(words[0], 16)

@@ -191,10 +191,15 @@ def described(pid: int) -> str:
     return f"process {pid}"
 
 
-def maps(pid: int, *, named: str = "") -> list[MemoryMapping]:
-    """Return the mappings in ascending order; only those with ``named`` in their names, if it is given."""
+def maps(pid: int, *, named: str = "", matching: re.Pattern[str] | None = None) -> list[MemoryMapping]:
+    """Return the mappings in ascending order, of the thousands that there may be only those that are wanted.
+
+    ``named``: those with this in their names.  ``matching``: those whose lines in proc_pid_maps(5) match somewhere.
+    """
     found = []
-    for line in (line for line in lines(read(f"/proc/{pid}/maps")) if named in line):
+    for line in lines(read(f"/proc/{pid}/maps")):
+        if named not in line or (matching is not None and matching.search(line) is None):
+            continue
         words = line.split(None, 5)
         start, _, end = words[0].partition("-")
         addresses = int(start, 16), int(end, 16)

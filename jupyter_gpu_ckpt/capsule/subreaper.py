@@ -70,7 +70,7 @@ class Subreaper:
     @staticmethod
     def _make(pid: int) -> None:
         with ProcessMemory(pid) as memory:
-            gate = system_call_gate(memory, procfs.maps(pid))
+            gate = system_call_gate(memory, procfs.maps(pid, named="[vdso]"))
         if result := Tracee.attached(pid).call(gate, NUMBERS["prctl"], PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
             raise OSError(-result, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(-result)}")
 

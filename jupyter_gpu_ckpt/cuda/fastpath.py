@@ -208,7 +208,7 @@ class FastPath:
     def why_slow(self, on_device: int) -> str:
         """Return why the driver has to move most of the kernel's ``on_device`` bytes; "" if the library moves them."""
         try:
-            if not any(mapping.name.endswith(_LIBRARY) for mapping in procfs.maps(self._pid)):
+            if not any(mapping.name.endswith(_LIBRARY) for mapping in procfs.maps(self._pid, named=_LIBRARY)):
                 return preload().why or _WITHOUT[self._child is not None]
             others = on_device - self.amounts().bytes
         except (OSError, CudaError, ProtocolVersion):  # the process ends, or is busy: the caller's next step reports it

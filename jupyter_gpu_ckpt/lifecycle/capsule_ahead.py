@@ -1,6 +1,7 @@
-"""The capsule that a kernel goes back in, made while the kernel still runs or its present state is written.
+"""A capsule that is made before it is needed: while an image is matched, or a kernel is saved that goes back.
 
-Device memory of the save point is read into it meanwhile, and its processes are restored in it, which stay stopped.
+Of a kernel that goes back, device memory of the save point is read into it meanwhile, and its processes are restored in
+it, which stay stopped.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class ProcessesAhead:
 class CapsuleAhead:
     """A capsule for the kernel of ``image`` that is being made on a thread of its own; `claim` or `discard` ends it.
 
-    ``create``: makes it beside the one that the kernel is in.  ``begin_read``: begins to read device memory into it.
-    ``prepare``: returns how processes are restored in it, None if they must not be there twice.  Raises `RuntimeError`
-    where there are no more threads.
+    ``create``: makes it, beside the one that the kernel may be in.  ``begin_read``: begins to read device memory into
+    it.  ``prepare``: returns how processes are restored in it, None if they must not be there twice.  Raises
+    `RuntimeError` where there are no more threads.
     """
 
     def __init__(

@@ -324,7 +324,7 @@ class KernelState:
     disconnected: bool = False
     #: Whether the kernel runs cells while it has CUDA state to resume: behind its launch gate (`State.OFF_GPU`).
     serves_off_gpu: bool = False
-    #: Of a kernel that goes back: the capsule that it will be in.
+    #: Of a kernel that comes or goes back: the capsule that it will be in.
     ahead: CapsuleAhead | None = None
     #: Of the state that the kernel goes back from: its image is not complete yet.
     completion: Completion | None = None
@@ -359,7 +359,7 @@ class KernelState:
         return self.capsule
 
     def discard_ahead(self) -> None:
-        """End the capsule that was made for going back, if the kernel is not in it.  Never raises."""
+        """End the capsule that was made ahead, if the kernel is not in it.  Never raises."""
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
             ahead.discard()

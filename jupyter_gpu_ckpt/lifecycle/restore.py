@@ -54,6 +54,7 @@ def match(attempt: Attempt) -> None:
     ahead = kernel.ahead.hand_over(image) if kernel.ahead is not None else None
     attempt.lease, attempt.verification = ahead or (image.lease(MOMENT), None)
     attempt.resources.callback(_end_lease, attempt)
+    _begin_capsule(attempt, image)
     if attempt.verification is not None:
         attempt.resources.callback(attempt.verification.cancel, wait_for_end=True)
     try:
@@ -78,6 +79,20 @@ def match(attempt: Attempt) -> None:
     manifest = image.manifest
     kernel.generation = manifest.generation
     kernel.saved = Saved(manifest.report, manifest.device_bytes, manifest.node_gpus, manifest.cuda)
+
+
+def _begin_capsule(attempt: Attempt, image: Image) -> None:
+    """Begin to make the capsule, while the image is matched; what makes it impossible shows when it is needed."""
+    kernel, home = attempt.kernel, attempt.kernel.home
+
+    def create() -> Capsule:
+        home.renew()
+        return home.create_capsule(image)
+
+    attempt.resources.callback(kernel.discard_ahead)
+    if kernel.ahead is None:
+        with contextlib.suppress(RuntimeError):  # there are no more threads
+            kernel.ahead = CapsuleAhead(image, create)
 
 
 def _end_lease(attempt: Attempt) -> None:

@@ -61,6 +61,8 @@ _LIBRARY = re.compile(r"/[^/]*_fastpath([-_.][^/]*)?$")
 _PYTHON = re.compile(r"/(lib)?python[0-9][^/]*$")
 #: A thread that is stopped in there may have the lock of a queue that libzmq's own threads put something into.
 _LIBZMQ = re.compile(r"/libzmq([-_.][^/]*)?$")
+#: Lines of proc_pid_maps(5) of mappings that matter: code, and the memory of some libraries.
+_USED = re.compile(rf"^\S+ ..x|{_COMMON_LIBRARIES.pattern}|{_LIBRARY.pattern}")
 #: Bytes of a waiting thread's stack that are searched: the C library's own frames are much smaller.
 _STACK_BYTES = 4096
 #: Bytes of glibc's thread descriptor behind the head of its robust list that are searched.  The function is at 856 with
@@ -396,7 +398,7 @@ class _Shared(NamedTuple):
     @classmethod
     def of(cls, pid: int) -> _Shared:
         """Read those of a process from proc_pid_maps(5)."""
-        mappings = procfs.maps(pid)
+        mappings = procfs.maps(pid, matching=_USED)
         code = [mapping for mapping in mappings if "x" in mapping.permissions]
 
         def named(pattern: re.Pattern[str], among: list[procfs.MemoryMapping] = code) -> _AddressRanges:

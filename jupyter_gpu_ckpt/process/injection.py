@@ -55,7 +55,7 @@ class Injection(NamedTuple):
     def into(cls, pid: int, leader: Tracee | None = None) -> Iterator[Injection]:
         """Trace the first thread (``leader``, if traced already) of a process in a group stop.  Raises `OSError`."""
         with ProcessMemory(pid) as memory, contextlib.ExitStack() as stack:
-            gate = system_call_gate(memory, procfs.maps(pid))
+            gate = system_call_gate(memory, procfs.maps(pid, named="[vdso]"))
             yield cls(pid, leader or stack.enter_context(Tracee(pid)), memory, gate)
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A kernel goes back into processes that were restored while its present state was written: real kernels and CRIU."""
+"""What is made before it is needed: a capsule for a wake, and processes to go back into.  Real kernels and CRIU."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_a_kernel_goes_back_and_forth_sleeps_and_is_found_by_the_next_serv
     assert directories(kernel) == []
     assert [path.name for path in own.iterdir() if path.is_symlink()] == []
     assert await kernel.run("print(x)") == "1"
-    assert events.count("ahead") == 3 and "not ahead" not in events
+    assert (events.count("ahead"), events.count("not ahead")) == (3, 1), "a wake has nothing beside it"
 
 
 def appended(data: Path) -> None:
@@ -254,3 +254,23 @@ async def test_memory_that_is_damaged_is_not_brought_to_life(kernel, events):
     assert caught.value.left == "the kernel runs on"
     assert await kernel.run("print(x)") == "2"
     assert directories(kernel) == []
+
+
+async def test_a_wake_that_fails_ends_the_capsule_that_was_made_for_it(kernel):
+    await kernel.run("x = 1")
+    await kernel.provisioner.checkpoint()
+    inits = []
+
+    def fail(event) -> None:
+        if (event.kind, event.step) == ("completed", "match") and not inits:
+            ahead = kernel.lifecycle.kernel.ahead
+            ahead._task.wait()
+            inits.append(ahead._capsule._init_pid)
+            raise RuntimeError("injected")
+
+    kernel.provisioner.faults.append(fail)
+    with pytest.raises(GpuCkptError, match="injected"):
+        await kernel.provisioner.restore()
+    until(lambda: not Path(f"/proc/{inits[0]}").exists(), "its capsule has ended")
+    assert kernel.lifecycle.kernel.ahead is None
+    assert await kernel.run("print(x)") == "1"

@@ -319,7 +319,7 @@ def _optional(path: str | Callable[[], str]) -> str:
         return ""
 
 
-class _Reading:
+class _ThreadedRead:
     """A file that is read meanwhile by a thread: Linux takes long for some of a process with much memory."""
 
     def __init__(self, path: str) -> None:
@@ -431,7 +431,7 @@ class _Process:
         if (directory := os.readlink(f"{self.root}/root")) != "/":
             self.refuse_file(f"a root directory of its own ({directory})", _OUTSIDE)
         if stopped:
-            self.smaps, self.numa_maps = _Reading(f"{self.root}/smaps"), _Reading(f"{self.root}/numa_maps")
+            self.smaps, self.numa_maps = _ThreadedRead(f"{self.root}/smaps"), _ThreadedRead(f"{self.root}/numa_maps")
         self.threads()
         self.descriptors()
         self.process()

@@ -1,4 +1,4 @@
-"""What is made before it is needed: a capsule for a wake, and processes to go back into.  Real kernels and CRIU."""
+"""A capsule that is made before a wake needs it, and processes to go back into: real kernels and CRIU."""
 
 from __future__ import annotations
 

@@ -221,15 +221,16 @@ def swap_out(
     timeout_s: float,
     choose_directory: ChooseDirectory,
     for_others: bool = False,
-) -> dict[int, int]:
-    """Have the libraries of locked processes swap out their memory, at the same time; return the bytes by process.
+) -> tuple[dict[int, int], dict[str, float]]:
+    """Have the libraries of locked processes swap out their memory, at the same time.
 
-    ``choose_directory``: of the kernel's own, as for `FastPath.swap_out`; see there for ``for_others`` and a failure.
+    Return the bytes by process, and the `FastPath.parts` of the kernel's own.  ``choose_directory``: of the kernel's
+    own, as for `FastPath.swap_out`; see there for ``for_others`` and a failure.
     """
-    moved = dict.fromkeys(pids, 0)
+    moved, paths = dict.fromkeys(pids, 0), {pid: kernel.fast_path(pid=pid) for pid in pids}
 
     def swap(pid: int) -> None:
-        moved[pid] = kernel.fast_path(pid=pid).swap_out(
+        moved[pid] = paths[pid].swap_out(
             lock_s=kernel.settings.cuda,
             timeout_s=timeout_s,
             choose_directory=choose_directory,
@@ -237,7 +238,8 @@ def swap_out(
         )
 
     _raise_first(kernel, _each(kernel, pids, swap))
-    return moved
+    own = paths.get(kernel.require_capsule().host_pid)
+    return moved, own.parts if own is not None else {}
 
 
 def lock(kernel: KernelState, but: Collection[int] = ()) -> list[int]:

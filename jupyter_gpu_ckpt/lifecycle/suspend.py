@@ -358,9 +358,10 @@ def cuda_suspend(attempt: Attempt) -> None:
         if children := [each for each in locked if each != pid]:  # theirs cannot go to the disk
             host_memory.require_memory(sum(gpus.used_by(*children).values()))
         with part("swap_out"):
-            swapped = cuda_processes.swap_out(
+            swapped, moments = cuda_processes.swap_out(
                 kernel, locked, timeout_s=deadline, choose_directory=choose, for_others=for_others
             )
+        attempt.traced.parts |= {f"swap_out/{name}": seconds for name, seconds in moments.items()}
         moved = swapped.get(pid, 0)
         if not moved:
             host_memory.end_spill(kernel)

@@ -342,8 +342,10 @@ CUresult swap_move_out(void)
     }
     partly = exclude_present();
     content = partly != 0 ? SWAPPED_OUT : content;
-    if (partly == 0 || swap_in() == CUDA_SUCCESS)
-        free_host(); /* not all that was noted is there */
+    if (partly == 0)
+        free_host();
+    else
+        swap_in();
     return result;
 }
 
@@ -407,6 +409,8 @@ CUresult swap_in_as_freed(double seconds)
     }
     mappings_swapped_in();
     content = KEPT;
+    if (partly != 0)
+        free_host(); /* not all that was noted is there (`host_memory_note`) */
     return CUDA_SUCCESS;
 }
 

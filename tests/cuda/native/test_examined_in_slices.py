@@ -104,3 +104,29 @@ def test_an_error_in_the_second_slice_loses_nothing(sliced, doubles, verb, what)
             assert swap(subject, control) == 6
             assert swap(subject, control) == 0
         assert subject.outstanding()["registered"] == 0
+
+
+@pytest.mark.slow  # a swap for each call that can fail
+@pytest.mark.sweep
+def test_what_an_exchange_that_failed_has_noted_is_not_believed(sliced, doubles):
+    """Also where it stays in part: that a page is in host memory was noted before it was to be copied."""
+    with running(sliced, doubles) as subject:
+        numbers = [subject.alloc(1, PART, density="full") for _ in range(4)]
+        with keeping(subject) as control:
+            swap(subject, control)
+            subject.fail()
+            control.must("move_out")
+            calls, in_part = sum(subject.calls().values()), 0
+            control.must("swap_in")
+            for nth in range(1, calls + 1):
+                for number in numbers:
+                    subject.ask("poke", number, 0, PART, 1 + nth)
+                before = subject.ask("sum")
+                subject.fail("*", nth, FAULT, lasting=True)
+                away = control.ask("move_out")["swapped_out"]
+                in_part += 0 < away < 4 * PART
+                subject.fail()
+                control.must("swap_in")
+                assert subject.ask("sum") == before
+                swap(subject, control)
+            assert in_part, "some memory was away, and the rest was not"

@@ -103,6 +103,8 @@ _SHARES_VARIABLE = "JUPYTER_GPU_CKPT_SHARES_GPUS"
 _VERSION = 8
 #: Seconds that the launch gate may be leased at the most.
 _LONGEST_LEASE = 86400.0
+#: Moments of a swap in the library's reply, by their names there.
+_MOMENTS = ("prepared", "first_examined", "opened", "examined", "copied", "closed")
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
 _NAME = 108
 #: Why the kernel has no library; and a child.
@@ -189,6 +191,8 @@ class FastPath:
     def __init__(self, capsule: Capsule, cuda: Cuda, child: int | None = None, *, keep_bytes: int = 0) -> None:
         self._capsule, self._cuda, self._child = capsule, cuda, child
         self._keep_bytes = keep_bytes if child is None else 0
+        #: Of the last swap: the seconds from the library's request until each of its moments (`copies.h`).
+        self.parts = dict[str, float]()
 
     @property
     def _pid(self) -> int:
@@ -691,7 +695,7 @@ class FastPath:
             except OSError as error:
                 message = f"The kernel's library for device memory cannot be reached: {error.strerror}."
                 raise _NoReply(message) from error
-            library = _Library(connection)
+            library = _Library(connection, self.parts)
             # Another release's library stays in its kernel as long as that lives.
             version = library.exchange("status").get("version") if self._is_own(connection) else None
             if self._child is not None and version != _VERSION:
@@ -711,10 +715,10 @@ class FastPath:
 
 
 class _Library:
-    """The library's end of one connection."""
+    """The library's end of one connection; ``parts`` gets the moments of swaps."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, parts: dict[str, float]) -> None:
+        self._connection, self._parts = connection, parts
 
     def request(self, verb: str, held: HeldMemory | None = None) -> Amounts:
         """Request ``verb`` (`control.c`), with what is held; return the amounts afterwards."""
@@ -727,6 +731,8 @@ class _Library:
             result = reply["cuda"]
         except KeyError as error:
             raise _NoReply(f"The kernel's library for device memory did not reply to {verb!r}.") from error
+        moments = reply.get("parts", {})
+        self._parts |= {name: seconds for name in _MOMENTS if isinstance(seconds := moments.get(name), float)}
         if result != 0:
             raise _Refused(f"The CUDA driver refused a call of {verb!r} for the kernel's device memory.", result)
         return amounts

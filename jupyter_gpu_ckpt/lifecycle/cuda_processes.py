@@ -223,17 +223,17 @@ def swap_out(
     choose_directory: ChooseDirectory,
     for_others: bool = False,
     held: HeldMemory | None = None,
-) -> dict[int, int]:
-    """Have the libraries of locked processes swap out their memory, at the same time; return the bytes by process.
+) -> tuple[dict[int, int], dict[str, float]]:
+    """Have the libraries of locked processes swap out their memory, at the same time.
 
-    ``choose_directory``: of the kernel's own, as for `FastPath.swap_out`; see there for ``for_others``, ``held`` and a
-    failure.
+    Return the bytes by process, and the `FastPath.parts` of the kernel's own.  ``choose_directory``: of the kernel's
+    own, as for `FastPath.swap_out`; see there for ``for_others``, ``held`` and a failure.
     """
     own = kernel.require_capsule().host_pid
-    moved = dict.fromkeys(pids, 0)
+    moved, paths = dict.fromkeys(pids, 0), {pid: kernel.fast_path(pid=pid) for pid in pids}
 
     def swap(pid: int) -> None:
-        moved[pid] = kernel.fast_path(pid=pid).swap_out(
+        moved[pid] = paths[pid].swap_out(
             lock_s=kernel.settings.cuda,
             timeout_s=timeout_s,
             choose_directory=choose_directory,
@@ -242,7 +242,7 @@ def swap_out(
         )
 
     _raise_first(kernel, _each(kernel, pids, swap))
-    return moved
+    return moved, paths[own].parts if own in paths else {}
 
 
 def lock(kernel: KernelState, but: Collection[int] = ()) -> list[int]:

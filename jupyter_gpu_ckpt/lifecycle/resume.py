@@ -152,12 +152,12 @@ def cuda_resume(attempt: Attempt) -> None:
         with part("read"):
             host_memory.require_read(attempt)
         with part("swap_in"):
+            fast_path = kernel.fast_path()
             if state is not CudaState.NONE:
-                kernel.fast_path().swap_in(
-                    lock_s=kernel.settings.cuda, timeout_s=deadline, wait_s=wait_s, held=attempt.held
-                )
+                fast_path.swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline, wait_s=wait_s, held=attempt.held)
             else:
-                kernel.fast_path().open_launch_gate()
+                fast_path.open_launch_gate()
+        attempt.traced.parts |= {f"swap_in/{name}": seconds for name, seconds in fast_path.parts.items()}
         capsule.unfreeze_threads(all=not attempt.alone)
         host_memory.end_spill(kernel)
         kernel.saved.cuda = kernel.serves_off_gpu = False

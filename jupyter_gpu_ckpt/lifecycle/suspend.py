@@ -359,7 +359,7 @@ def cuda_suspend(attempt: Attempt) -> None:
             host_memory.require_memory(sum(gpus.used_by(*children).values()))
         attempt.resources.callback(attempt.held.close)
         with part("swap_out"):
-            swapped = cuda_processes.swap_out(
+            swapped, moments = cuda_processes.swap_out(
                 kernel,
                 locked,
                 timeout_s=deadline,
@@ -367,6 +367,7 @@ def cuda_suspend(attempt: Attempt) -> None:
                 for_others=for_others,
                 held=attempt.held if attempt.continues and len(saved.device_bytes) == 1 else None,
             )
+        attempt.traced.parts |= {f"swap_out/{name}": seconds for name, seconds in moments.items()}
         moved = swapped.get(pid, 0)
         if not moved:
             host_memory.end_spill(kernel)

@@ -2,7 +2,7 @@
  *
  *   status    report the amounts                       {"version", "allocations", "bytes", "swapped_out",
  *                                                      "kept", "mirrors", "managed", "shared", "touches"}
- *   copy_out  copy all allocations to host memory      the same, and {"cuda": CUresult, "seconds"}
+ *   copy_out  copy all allocations to host memory      the same, and {"cuda": CUresult, "seconds", "parts"}
  *   free      free the device memory of the copied     likewise
  *   move_out  both at the same time: free each memory as soon as it is copied, for others who wait for it: likewise
  *   swap_in   bring everything back to the device      likewise; opens the launch gate
@@ -28,6 +28,8 @@
  *
  * ``version`` is CONTROL_VERSION: to be raised with every change that the other side has to know of.  `status` and the
  * ``version`` in its reply never change.  A client asks for that first, and requests nothing else of another version.
+ *
+ * ``parts``: how many of those seconds had passed at each moment of the copies (`copies.h`).
  *
  * ``cuda`` of an unknown request is CUDA_ERROR_INVALID_VALUE.  One connection is served at a time.  A connection that
  * ends between ``copy_out`` and ``free`` discards the copy; a request without the end of its line is ignored.  A client
@@ -289,14 +291,16 @@ static void reply(const char *verb, struct passed *received)
     struct passed sent = {.count = 0};
     CUresult result = perform(verb, received, &sent);
     struct amounts amounts = swap_amounts();
-    char line[512];
+    char line[768], parts[256];
+    copies_report(began, parts, sizeof parts);
     int length = snprintf(line, sizeof line,
                           "{\"version\": %d, \"cuda\": %d, \"allocations\": %zu, \"bytes\": %zu, \"swapped_out\": %zu, "
                           "\"kept\": %zu, \"mirrors\": %d, \"managed\": %zu, \"shared\": %zu, \"touches\": %d, "
-                          "\"exported\": %zu, \"held\": %zu, \"seconds\": %.6f}\n",
+                          "\"exported\": %zu, \"held\": %zu, \"seconds\": %.6f, \"parts\": {%s}}\n",
                           CONTROL_VERSION, result, amounts.allocations, amounts.bytes, amounts.swapped_out,
                           amounts.kept, mirror_runs(), managed_count(), allocations_shared() + mappings_exported(),
-                          atomic_load(&gpu_ckpt_published.touches), sent.count, sent.held, now() - began);
+                          atomic_load(&gpu_ckpt_published.touches), sent.count, sent.held, now() - began,
+                          parts);
     close_all(received);
     send_reply(line, (size_t)length, &sent);
     swap_free_host();

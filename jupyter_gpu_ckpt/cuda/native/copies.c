@@ -4,9 +4,9 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 
 #include "held_memory.h"
 #include "host_memory.h"
@@ -14,6 +14,8 @@
 #include "own_threads.h"
 #include "page_digests.h"
 #include "rwlock_release.h"
+#include "seconds.h"
+#include "slices.h"
 #include "zero_parts.h"
 
 /* Bytes of one copy, and number of threads.  Measured on an H200 with 16 CPU cores, files of tmpfs, GB/s out and in: 4
@@ -24,11 +26,23 @@
 #define MAX_WORKERS 12 /* of one device */
 #define BUFFERS 2
 
+/* Parts that are examined before the first one is copied, 512 MiB.  Each slice is twice as long as the one before, as
+ * far as its lists have room in a scratch ring. */
+#ifndef FIRST_SLICE /* fewer, in tests */
+#define FIRST_SLICE ((size_t)128)
+#endif
+#define LONGEST_SLICE ((size_t)16384)
+#define SCRATCH_BYTES HUGE_PAGE
+_Static_assert(LONGEST_SLICE * (sizeof(struct scanned) + sizeof(unsigned)) <= SCRATCH_BYTES, "for zeros");
+_Static_assert(LONGEST_SLICE * (PART_BYTES / DIGEST_PAGE) * (sizeof(struct digest) + sizeof(CUdeviceptr)) <=
+                   SCRATCH_BYTES,
+               "for digests");
+
 /* Pinned memory, BUFFERS of a part's size for each worker, and the stream of all their copies, which always has the
- * next one queued when one ends.  Outlives a transfer only if the driver refuses to release it. */
-/* One for each context: all copy at the same time. */
+ * next one queued when one ends.  Outlives a transfer only if the driver refuses to release it.  One for each context:
+ * all copy at the same time; and one for the examination meanwhile. */
 #define MAX_CONTEXTS (4 * MAX_DEVICES)
-static struct ring rings[MAX_CONTEXTS];
+static struct ring rings[MAX_CONTEXTS], scratch_rings[MAX_CONTEXTS];
 static atomic_bool pending; /* copies may be running, because the driver did not say when they end */
 
 /* -- distributing the work */
@@ -39,19 +53,27 @@ struct part {
     size_t bytes;
     bool zero;  /* it holds only zeros, on the device or in host memory */
     bool known; /* it is there already: in host memory; or, on the way in, on the device */
-    atomic_bool passed; /* on the way out: host memory has its content; on the way in: it has device memory */
+    atomic_bool ready;  /* on the way out: it is examined, and all above stays; on the way in: it has device memory */
+    atomic_bool passed; /* on the way out: host memory has its content */
 };
+
+/* Moments of a transfer, in the order in which they are reported. */
+enum { PREPARED, FIRST_EXAMINED, OPENED, EXAMINED, COPIED, CLOSED, MOMENTS };
+static const char *const moment_names[MOMENTS] = {"prepared", "first_examined", "opened",
+                                                  "examined", "copied",         "closed"};
 
 /* The copies of one context. */
 struct work {
     CUcontext context;
-    struct ring *ring;
+    struct ring *ring, *scratch;
     struct part *parts;
     size_t count;
     bool outwards;
     bool keeps; /* host memory is written for more than once */
-    pthread_t threads[MAX_WORKERS];
-    size_t begun;
+    bool scans; /* there is a scratch ring */
+    pthread_t thread, threads[MAX_WORKERS];
+    size_t most, begun; /* threads that copy */
+    double moments[MOMENTS];
     atomic_size_t workers;
     atomic_size_t next;
     size_t stepped; /* parts whose memory a step was made on */
@@ -64,11 +86,41 @@ struct buffer {
     struct part *part; /* being copied; or NULL */
 };
 
+/* Threads wait here for parts, and for the first error. */
+static pthread_mutex_t waiting = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+
+/* Wake them: it is set what they wait for. */
+static void announce(void)
+{
+    pthread_mutex_lock(&waiting);
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&waiting);
+}
+
 static void fail(CUresult result)
 {
     CUresult none = CUDA_SUCCESS;
-    if (result != CUDA_SUCCESS)
-        atomic_compare_exchange_strong(&failed, &none, result);
+    if (result != CUDA_SUCCESS && atomic_compare_exchange_strong(&failed, &none, result))
+        announce();
+}
+
+/* Wait until another thread has set this of a part; false after the first error of any. */
+static bool wait_for(const atomic_bool *set)
+{
+    if (atomic_load(set))
+        return true;
+    pthread_mutex_lock(&waiting);
+    while (!atomic_load(set) && atomic_load(&failed) == CUDA_SUCCESS)
+        pthread_cond_wait(&changed, &waiting);
+    pthread_mutex_unlock(&waiting);
+    return atomic_load(set);
+}
+
+static void pass(struct part *part)
+{
+    atomic_store(&part->passed, true);
+    announce();
 }
 
 /* One thread of a work. */
@@ -78,28 +130,16 @@ struct worker {
     struct buffer buffers[BUFFERS];
 };
 
-/* Nanoseconds between two looks at a part that another thread has to pass on. */
-#define LOOK 500000
+/* Parts that a thread claims at a time: an extent's size, so that few write to one file. */
+#define RUN (EXTENT_BYTES / PART_BYTES)
 
-/* Wait until another thread has passed a part on; false after the first error of any. */
-static bool wait_passed(const struct part *part)
-{
-    while (!atomic_load(&part->passed)) {
-        if (atomic_load(&failed) != CUDA_SUCCESS)
-            return false;
-        nanosleep(&(struct timespec){.tv_nsec = LOOK}, NULL);
-    }
-    return true;
-}
-
-/* Claim a part; NULL when none is left.  In runs of an extent's size, so that few threads write to one file. */
+/* Claim a part; NULL when none is left. */
 static struct part *claim(struct worker *worker)
 {
     struct work *work = worker->work;
-    size_t run = EXTENT_BYTES / PART_BYTES;
     if (worker->next == worker->end) {
-        worker->next = atomic_fetch_add(&work->next, run);
-        worker->end = worker->next + run;
+        worker->next = atomic_fetch_add(&work->next, RUN);
+        worker->end = worker->next + RUN;
     }
     return worker->next < work->count ? &work->parts[worker->next++] : NULL;
 }
@@ -109,7 +149,7 @@ static struct part *claim(struct worker *worker)
 static bool is_done(const struct work *work, struct part *part)
 {
     if (work->outwards && (part->zero || part->known))
-        atomic_store(&part->passed, true);
+        pass(part);
     if (!part->zero || work->outwards)
         return part->zero || part->known;
     return driver()->cuMemsetD8Async != NULL &&
@@ -122,7 +162,7 @@ static CUresult begin(struct worker *worker, struct buffer *buffer)
     struct part *part;
     do {
         part = claim(worker);
-        if (part != NULL && !worker->work->outwards && !wait_passed(part))
+        if (part != NULL && !wait_for(&part->ready))
             return atomic_load(&failed);
     } while (part != NULL && is_done(worker->work, part));
     buffer->part = part;
@@ -146,7 +186,8 @@ static CUresult finish(const struct work *work, struct buffer *buffer)
     if (result == CUDA_SUCCESS && work->outwards)
         result = host_memory_write(buffer->part->offset, buffer->memory, buffer->part->bytes);
     if (result == CUDA_SUCCESS) {
-        atomic_store(&buffer->part->passed, true);
+        if (work->outwards)
+            pass(buffer->part);
         buffer->part = NULL;
     }
     return result;
@@ -208,16 +249,22 @@ CUresult ring_close(struct ring *ring)
     return result;
 }
 
-/* Close all rings, including those that an earlier transfer could not close; not while copies may be running. */
-static CUresult close_rings(void)
+/* Close the rings of one context; not while copies may be running. */
+static CUresult close_rings_of(struct work *work)
 {
     if (atomic_load(&pending))
         return CUDA_ERROR_NOT_READY;
+    CUresult scratch = ring_close(work->scratch), result = ring_close(work->ring);
+    return result != CUDA_SUCCESS ? result : scratch;
+}
+
+/* Close all that an earlier transfer could not close. */
+static CUresult close_rings(void)
+{
     CUresult result = CUDA_SUCCESS;
     for (size_t at = 0; at < MAX_CONTEXTS; at++) {
-        CUresult closed = ring_close(&rings[at]);
-        if (result == CUDA_SUCCESS)
-            result = closed;
+        CUresult closed = close_rings_of(&(struct work){.ring = &rings[at], .scratch = &scratch_rings[at]});
+        result = result != CUDA_SUCCESS ? result : closed;
     }
     return result;
 }
@@ -227,6 +274,7 @@ CUresult ring_open(struct ring *ring, CUcontext context, size_t bytes)
     ring->memory = map_huge_pages(bytes);
     if (ring->memory == NULL)
         return CUDA_ERROR_OPERATING_SYSTEM; /* out of memory is the device */
+    populate(ring->memory, bytes);
     ring->bytes = bytes;
     ring->context = context;
     /* Registered, not allocated by the driver: with huge pages that takes a third of the time. */
@@ -240,30 +288,41 @@ CUresult ring_open(struct ring *ring, CUcontext context, size_t bytes)
     return driver()->cuStreamCreate(&ring->stream, CU_STREAM_NON_BLOCKING);
 }
 
-/* Have the device find the parts that hold only zeros, before anything is copied: the ring's memory is still unused. */
-static CUresult find_zeros(struct work *work)
+/* -- examining parts before they are copied */
+
+/* Pages of host memory are noted by one thread at a time. */
+static pthread_mutex_t noting = PTHREAD_MUTEX_INITIALIZER;
+
+static CUresult wait_for_kernel(const struct work *work)
 {
-    struct ring *ring = work->ring;
-    struct scanned *list = (struct scanned *)ring->memory;
-    unsigned *found = (unsigned *)(list + work->count);
-    zero_parts_load(work->context);
-    if (work->count * (sizeof *list + sizeof *found) > ring->bytes)
-        return CUDA_SUCCESS;
-    for (size_t at = 0; at < work->count; at++) {
-        list[at] = (struct scanned){work->parts[at].device, work->parts[at].bytes / SCAN_BYTES * SCAN_BYTES};
-        found[at] = OTHER_BYTES;
-    }
-    if (!zero_parts_scan(work->context, ring->stream, list, found, work->count))
-        return CUDA_SUCCESS;
-    CUresult result = driver()->cuStreamSynchronize(ring->stream);
+    CUresult result = driver()->cuStreamSynchronize(work->scratch->stream);
     if (result != CUDA_SUCCESS)
         atomic_store(&pending, true);
-    for (size_t at = 0; at < work->count && result == CUDA_SUCCESS; at++) {
-        struct part *part = &work->parts[at];
+    return result;
+}
+
+/* Have the device find the parts that hold only zeros. */
+static CUresult find_zeros(const struct work *work, struct part *parts, size_t count)
+{
+    struct scanned *list = (struct scanned *)work->scratch->memory;
+    unsigned *found = (unsigned *)(list + count);
+    if (!work->scans)
+        return CUDA_SUCCESS;
+    for (size_t at = 0; at < count; at++) {
+        list[at] = (struct scanned){parts[at].device, parts[at].bytes / SCAN_BYTES * SCAN_BYTES};
+        found[at] = OTHER_BYTES;
+    }
+    if (!zero_parts_scan(work->context, work->scratch->stream, list, found, count))
+        return CUDA_SUCCESS;
+    CUresult result = wait_for_kernel(work);
+    pthread_mutex_lock(&noting);
+    for (size_t at = 0; at < count && result == CUDA_SUCCESS; at++) {
+        struct part *part = &parts[at];
         part->zero = found[at] == ONLY_ZEROS && part->bytes % SCAN_BYTES == 0;
         if (part->zero)
             result = host_memory_set_zero(part->offset, part->bytes);
     }
+    pthread_mutex_unlock(&noting);
     return result;
 }
 
@@ -272,44 +331,41 @@ static bool has_pages(const struct part *part)
     return !part->zero && part->offset % DIGEST_PAGE == 0 && part->bytes % DIGEST_PAGE == 0;
 }
 
-/* Have the device compute the digests of pages that hold other bytes than zeros: they are in the ring's memory, one after
- * the other.  Nothing writes to this memory any more before it is copied.  Without the kernel no page has one. */
-static CUresult compute_digests(const struct work *work, struct digest **digests)
+/* Have the device compute the digests of pages that hold other bytes than zeros: they are in the scratch ring, one
+ * after the other.  Nothing writes to this memory any more before it is copied.  Without the kernel no page has one. */
+static CUresult compute_digests(const struct work *work, const struct part *parts, size_t count,
+                                struct digest **digests)
 {
-    struct ring *ring = work->ring;
-    size_t count = 0;
+    struct digest *list = (struct digest *)work->scratch->memory;
+    size_t number = 0;
     *digests = NULL;
-    for (size_t at = 0; at < work->count; at++)
-        count += has_pages(&work->parts[at]) ? work->parts[at].bytes / DIGEST_PAGE : 0;
-    CUdeviceptr *pages = (CUdeviceptr *)(ring->memory + count * sizeof **digests);
-    page_digests_load(work->context);
-    if (count == 0 || count * (sizeof **digests + sizeof *pages) > ring->bytes)
+    for (size_t at = 0; at < count; at++)
+        number += has_pages(&parts[at]) ? parts[at].bytes / DIGEST_PAGE : 0;
+    CUdeviceptr *pages = (CUdeviceptr *)(list + number);
+    if (number == 0 || !work->scans)
         return CUDA_SUCCESS;
-    memset(ring->memory, 0, count * sizeof **digests);
-    count = 0;
-    for (size_t at = 0; at < work->count; at++)
-        for (size_t page = 0; has_pages(&work->parts[at]) && page < work->parts[at].bytes; page += DIGEST_PAGE)
-            pages[count++] = work->parts[at].device + page;
-    if (!page_digests_compute(work->context, ring->stream, pages, (struct digest *)ring->memory, count))
+    memset(list, 0, number * sizeof *list);
+    number = 0;
+    for (size_t at = 0; at < count; at++)
+        for (size_t page = 0; has_pages(&parts[at]) && page < parts[at].bytes; page += DIGEST_PAGE)
+            pages[number++] = parts[at].device + page;
+    if (!page_digests_compute(work->context, work->scratch->stream, pages, list, number))
         return CUDA_SUCCESS;
-    CUresult result = driver()->cuStreamSynchronize(ring->stream);
-    if (result != CUDA_SUCCESS)
-        atomic_store(&pending, true);
-    *digests = (struct digest *)ring->memory;
-    return result;
+    *digests = list;
+    return wait_for_kernel(work);
 }
 
 /* Reduce each part to the pages whose content host memory does not have already, and note which it will have. */
-static CUresult find_known(struct work *work)
+static CUresult find_known(const struct work *work, struct part *parts, size_t count)
 {
     struct digest *digests;
-    CUresult result = compute_digests(work, &digests);
-    size_t count = 0;
-    for (size_t at = 0; at < work->count && result == CUDA_SUCCESS; at++) {
-        struct part *part = &work->parts[at];
+    CUresult result = compute_digests(work, parts, count, &digests);
+    pthread_mutex_lock(&noting);
+    for (size_t at = 0, number = 0; at < count && result == CUDA_SUCCESS; at++) {
+        struct part *part = &parts[at];
         size_t first = part->bytes, end = 0;
         for (size_t page = 0; !part->zero && page < part->bytes; page += DIGEST_PAGE) {
-            const struct digest *digest = digests != NULL && has_pages(part) ? &digests[count++] : NULL;
+            const struct digest *digest = digests != NULL && has_pages(part) ? &digests[number++] : NULL;
             if (digest != NULL && host_memory_has(part->offset + page, digest))
                 continue;
             host_memory_note(part->offset + page, digest);
@@ -323,39 +379,89 @@ static CUresult find_known(struct work *work)
             part->bytes = end - first;
         }
     }
+    pthread_mutex_unlock(&noting);
     return result;
 }
 
-static void start(struct work *work, size_t workers)
+/* Examine all parts of a work, slice by slice, while others already copy those of earlier slices.  Where the driver
+ * refuses a scratch ring all are copied. */
+static void *examine(void *argument)
+{
+    struct work *work = argument;
+    own_thread_begin("gpu-ckpt-copy");
+    CUresult result = driver()->cuCtxSetCurrent(work->context);
+    work->scans = result == CUDA_SUCCESS && ring_open(work->scratch, work->context, SCRATCH_BYTES) == CUDA_SUCCESS;
+    if (work->scans) {
+        zero_parts_load(work->context);
+        if (work->keeps)
+            page_digests_load(work->context);
+    }
+    for (size_t first = 0, count = FIRST_SLICE; first < work->count && result == CUDA_SUCCESS; first += count) {
+        count = first == 0 ? count : 2 * count < LONGEST_SLICE ? 2 * count : LONGEST_SLICE;
+        count = count < work->count - first ? count : work->count - first;
+        struct part *parts = work->parts + first;
+        result = find_zeros(work, parts, count);
+        if (result == CUDA_SUCCESS && work->keeps)
+            result = find_known(work, parts, count);
+        for (size_t at = 0; at < count && result == CUDA_SUCCESS; at++)
+            atomic_store(&parts[at].ready, true);
+        announce();
+        work->moments[EXAMINED] = now();
+        if (first == 0)
+            work->moments[FIRST_EXAMINED] = work->moments[EXAMINED];
+        if (atomic_load(&failed) != CUDA_SUCCESS)
+            break;
+    }
+    fail(result);
+    return NULL;
+}
+
+/* -- one context */
+
+static CUresult open_and_copy(struct work *work)
 {
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
-        result = ring_open(work->ring, work->context, workers * BUFFERS * PART_BYTES);
-    if (result == CUDA_SUCCESS && work->outwards)
-        result = find_zeros(work);
-    if (result == CUDA_SUCCESS && work->outwards && work->keeps)
-        result = find_known(work);
-    while (result == CUDA_SUCCESS && work->begun < workers &&
+        result = ring_open(work->ring, work->context, work->most * BUFFERS * PART_BYTES);
+    while (result == CUDA_SUCCESS && work->begun < work->most &&
            pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
         work->begun++;
-    if (result == CUDA_SUCCESS && work->begun == 0)
-        result = CUDA_ERROR_OPERATING_SYSTEM;
-    fail(result);
+    work->moments[OPENED] = now();
+    return result == CUDA_SUCCESS && work->begun == 0 ? CUDA_ERROR_OPERATING_SYSTEM : result;
 }
 
 /* Wait for the threads and for the stream.  If the driver does not say that the copies have ended, the ring is kept. */
-static void end(struct work *work)
+static CUresult end(struct work *work)
 {
     for (size_t thread = 0; thread < work->begun; thread++)
         pthread_join(work->threads[thread], NULL);
+    work->moments[COPIED] = now();
     if (work->begun == 0)
-        return;
+        return CUDA_SUCCESS;
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
         result = driver()->cuStreamSynchronize(work->ring->stream);
     if (result != CUDA_SUCCESS)
         atomic_store(&pending, true);
-    fail(result);
+    return result;
+}
+
+/* All of one work, but for steps. */
+static void *perform(void *argument)
+{
+    struct work *work = argument;
+    pthread_t examining;
+    own_thread_begin("gpu-ckpt-copy");
+    bool beside = work->outwards && pthread_create(&examining, NULL, examine, work) == 0;
+    if (work->outwards && !beside)
+        examine(work);
+    fail(open_and_copy(work));
+    if (beside)
+        pthread_join(examining, NULL);
+    fail(end(work));
+    fail(close_rings_of(work));
+    work->moments[CLOSED] = now();
+    return NULL;
 }
 
 bool copies_next(size_t *at, struct copied *next)
@@ -391,7 +497,8 @@ static size_t divide(struct work *works)
         if (which == MAX_CONTEXTS)
             return SIZE_MAX;
         if (which == count) {
-            works[which] = (struct work){.context = each.context, .ring = &rings[which]};
+            works[which] =
+                (struct work){.context = each.context, .ring = &rings[which], .scratch = &scratch_rings[which]};
             count++;
         }
         works[which].count += parts_of(&each);
@@ -399,7 +506,7 @@ static size_t divide(struct work *works)
     return count;
 }
 
-static void list_parts(struct work *work, bool passed)
+static void list_parts(struct work *work)
 {
     size_t count = 0;
     struct copied each;
@@ -409,8 +516,11 @@ static void list_parts(struct work *work, bool passed)
                 size_t rest = each.bytes - offset, bytes = rest < PART_BYTES ? rest : PART_BYTES;
                 bool zero = !work->outwards && host_memory_is_zero(each.offset + offset, bytes);
                 bool known = !work->outwards && held_memory_is_back(at - 1);
-                work->parts[count++] =
-                    (struct part){each.address + offset, each.offset + offset, bytes, zero && !known, known, passed};
+                work->parts[count++] = (struct part){.device = each.address + offset,
+                                                     .offset = each.offset + offset,
+                                                     .bytes = bytes,
+                                                     .zero = zero && !known,
+                                                     .known = known};
             }
 }
 
@@ -427,22 +537,41 @@ static CUresult make_steps(struct work *works, bool outwards, CUresult (*step)(s
         size_t count = parts_of(&each);
         work->stepped += count;
         for (size_t part = 0; outwards && part < count; part++)
-            if (!wait_passed(&parts[part]))
+            if (!wait_for(&parts[part].passed))
                 return atomic_load(&failed);
         result = driver()->cuCtxSetCurrent(each.context);
         if (result == CUDA_SUCCESS)
             result = step(at - 1);
         for (size_t part = 0; !outwards && result == CUDA_SUCCESS && part < count; part++)
-            atomic_store(&parts[part].passed, true);
+            atomic_store(&parts[part].ready, true);
+        announce();
     }
     return result;
+}
+
+static double moments[MOMENTS]; /* of the last transfer */
+
+/* The latest of all contexts. */
+static void note_moments(const struct work *work)
+{
+    for (size_t at = 0; at < MOMENTS; at++)
+        moments[at] = work->moments[at] > moments[at] ? work->moments[at] : moments[at];
+}
+
+/* Threads for so many parts: no more than have a run of them, so that a ring for few is small. */
+static size_t number_of_workers(size_t parts, size_t share)
+{
+    size_t runs = (parts + RUN - 1) / RUN;
+    share = share > MAX_WORKERS ? MAX_WORKERS : share == 0 ? 1 : share;
+    return runs < share ? runs : share;
 }
 
 /* All contexts at the same time: each device has a bus of its own to the host.  ``step``: or NULL. */
 static CUresult run_all(bool outwards, bool keeps, CUresult (*step)(size_t number))
 {
     static struct work works[MAX_CONTEXTS];
-    size_t count = divide(works), total = 0;
+    moments[PREPARED] = now();
+    size_t count = divide(works), total = 0, begun = 0;
     if (count == 0)
         return CUDA_SUCCESS;
     if (count == SIZE_MAX)
@@ -460,32 +589,43 @@ static CUresult run_all(bool outwards, bool keeps, CUresult (*step)(size_t numbe
         host_memory_close();
         return CUDA_ERROR_OPERATING_SYSTEM;
     }
-    size_t workers = processors() / count;
-    workers = workers > MAX_WORKERS ? MAX_WORKERS : workers == 0 ? 1 : workers;
+    size_t share = processors() / count;
     atomic_store(&failed, CUDA_SUCCESS);
     struct part *next = parts;
     for (size_t at = 0; at < count; at++) {
         works[at].outwards = outwards;
         works[at].keeps = keeps;
+        works[at].most = number_of_workers(works[at].count, share);
         works[at].parts = next;
         next += works[at].count;
-        list_parts(&works[at], !outwards && step == NULL);
-        start(&works[at], workers);
+        list_parts(&works[at]);
+        if (begun == at && pthread_create(&works[at].thread, NULL, perform, &works[at]) == 0)
+            begun++;
     }
+    fail(begun == count ? CUDA_SUCCESS : CUDA_ERROR_OPERATING_SYSTEM);
     if (step != NULL)
         fail(make_steps(works, outwards, step));
-    for (size_t at = 0; at < count; at++)
-        end(&works[at]);
-    fail(close_rings());
+    for (size_t at = 0; at < begun; at++) {
+        pthread_join(works[at].thread, NULL);
+        note_moments(&works[at]);
+    }
     host_memory_close();
     munmap(parts, bytes);
     return atomic_load(&failed);
 }
 
-CUresult copies_run_out(bool keeps) { return run_all(true, keeps, NULL); }
-CUresult copies_run_in(void) { return run_all(false, false, NULL); }
-CUresult copies_run_out_with(bool keeps, CUresult (*step)(size_t number)) { return run_all(true, keeps, step); }
-CUresult copies_run_in_with(CUresult (*step)(size_t number)) { return run_all(false, false, step); }
+CUresult copies_run_out(bool keeps, CUresult (*step)(size_t number)) { return run_all(true, keeps, step); }
+CUresult copies_run_in(CUresult (*step)(size_t number)) { return run_all(false, false, step); }
+
+void copies_report(double began, char *text, size_t size)
+{
+    size_t length = 0;
+    text[0] = '\0';
+    for (size_t at = 0; at < MOMENTS && length < size; at++)
+        if (moments[at] > began)
+            length += (size_t)snprintf(text + length, size - length, "%s\"%s\": %.6f", length != 0 ? ", " : "",
+                                       moment_names[at], moments[at] - began);
+}
 
 bool copies_pending(void) { return atomic_load(&pending); }
 

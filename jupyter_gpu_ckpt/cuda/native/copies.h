@@ -19,15 +19,18 @@ struct ring {
 CUresult ring_open(struct ring *ring, CUcontext context, size_t bytes);
 CUresult ring_close(struct ring *ring);
 
-/* Copy all memory that has an offset in host memory there, or back.  ``keeps``: host memory is kept afterwards, or was
- * before; only pages that it does not have are copied (`page_digests.h`).  After failure some may be copied. */
-CUresult copies_run_out(bool keeps);
-CUresult copies_run_in(void);
+/* Copy all memory that has an offset in host memory there, or back, beside a step on each memory, by the number with
+ * which `copies_next` has left it (less one), in its context and in that order: after its copy is in host memory (NULL:
+ * no step); or before it is copied back, as it has no device memory yet.  ``keeps``: host memory is kept afterwards, or
+ * was before; only pages that it does not have are copied (`page_digests.h`).  After failure some may be copied, and of
+ * what was noted in host memory some may not be there. */
+CUresult copies_run_out(bool keeps, CUresult (*step)(size_t number));
+CUresult copies_run_in(CUresult (*step)(size_t number));
 
-/* The same, beside a step on each memory, by the number with which `copies_next` has left it (less one), in its context
- * and in that order: after its copy is in host memory; or before it is copied back, as it has no device memory yet. */
-CUresult copies_run_out_with(bool keeps, CUresult (*step)(size_t number));
-CUresult copies_run_in_with(CUresult (*step)(size_t number));
+/* Write the moments of the last transfer that are after one of CLOCK_MONOTONIC, in seconds from that on, as members of
+ * an object of JSON, of several contexts those of the last: ``prepared`` (the transfer begins), ``first_examined``
+ * (parts may be copied), ``opened`` (buffers and threads for that are there), ``examined``, ``copied``, ``closed``. */
+void copies_report(double began, char *text, size_t size);
 
 /* Whether copies may still be running, because the driver did not say when they end. */
 bool copies_pending(void);

@@ -615,12 +615,6 @@ CUresult mappings_unmap(bool past_errors)
     return result;
 }
 
-CUresult mappings_map(void)
-{
-    CUresult result = each_memory(create, false);
-    return result == CUDA_SUCCESS ? each_mapping(map, false) : result;
-}
-
 static CUresult each_mapping_of(struct memory *memory, CUresult (*step)(struct mapping *, struct memory *))
 {
     CUresult result = CUDA_SUCCESS;

@@ -100,10 +100,8 @@ CUcontext mappings_context(CUdevice device);
  * the program wait from now on. */
 CUresult mappings_unmap(bool past_errors);
 
-/* Create and map it again, with the same access.  Both can be repeated after failure. */
-CUresult mappings_map(void);
-
-/* The same for one memory in its context, by the number with which `mappings_copied` has left it (less one). */
+/* The same for one memory in its context, by the number with which `mappings_copied` has left it (less one); and create
+ * and map it again, with the same access.  All can be repeated after failure. */
 CUresult mappings_unmap_one(size_t number);
 CUresult mappings_map_one(size_t number);
 

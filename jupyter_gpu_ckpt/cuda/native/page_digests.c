@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "page_digests.h"
 
+#include <pthread.h>
 #include <sys/random.h>
 
 #include "device_kernels.h"
@@ -104,13 +105,15 @@ static const char ptx[] = ".version 6.0\n"
 
 void page_digests_load(CUcontext context) { device_kernel_load(context, NAME, ptx); }
 
-/* The key of this process, for as long as it or an image of it lives.  Of the thread that serves requests. */
+/* The key of this process, for as long as it or an image of it lives. */
 static const uint64_t *key(void)
 {
+    static pthread_mutex_t making = PTHREAD_MUTEX_INITIALIZER;
     static uint64_t words[2];
     static bool made;
-    if (!made)
-        made = getrandom(words, sizeof words, GRND_NONBLOCK) == sizeof words;
+    pthread_mutex_lock(&making);
+    made = made || getrandom(words, sizeof words, GRND_NONBLOCK) == sizeof words;
+    pthread_mutex_unlock(&making);
     return made ? words : NULL;
 }
 

@@ -15,13 +15,6 @@
 #define EXPORT __attribute__((visibility("default")))
 #define LARGE ((size_t)64 << 20)
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
-
-/* Errors are ignored: MAP_POPULATE promises nothing, either. */
-static void prefault(char *memory, size_t bytes) { madvise(memory, bytes, MADV_POPULATE_WRITE); }
-
 /* A system call, not the next definition of mmap: dlsym allocates, which may be the reason for this call. */
 static void *map(void *address, size_t bytes, int protection, int flags, int file, off_t offset)
 {
@@ -36,7 +29,7 @@ EXPORT void *mmap(void *address, size_t bytes, int protection, int flags, int fi
     void *memory = map(NULL, bytes, protection, flags & ~MAP_POPULATE, file, offset);
     if (memory != MAP_FAILED) {
         madvise(memory, bytes, MADV_HUGEPAGE);
-        in_slices(memory, bytes, prefault);
+        populate(memory, bytes); /* errors are ignored: MAP_POPULATE promises nothing, either */
         if (is_code_of_driver(__builtin_return_address(0)))
             context_memory_note(memory, bytes);
     }

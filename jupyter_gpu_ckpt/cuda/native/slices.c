@@ -4,8 +4,13 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/mman.h>
 
-#define SLICE ((size_t)32 << 20)
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+#define SLICE ((size_t)8 << 20)
 #define MAX_THREADS 8
 
 struct slice {
@@ -43,3 +48,7 @@ void in_slices(char *memory, size_t bytes, void (*work)(char *memory, size_t byt
     for (size_t at = 0; at < begun; at++)
         pthread_join(slices[at].thread, NULL);
 }
+
+static void populate_slice(char *memory, size_t bytes) { madvise(memory, bytes, MADV_POPULATE_WRITE); }
+
+void populate(char *memory, size_t bytes) { in_slices(memory, bytes, populate_slice); }

@@ -292,7 +292,7 @@ CUresult swap_copy_out(void)
         return CUDA_SUCCESS;
     CUresult result = prepare(&all);
     if (result == CUDA_SUCCESS && all != 0)
-        result = copies_run_out(limit != 0);
+        result = copies_run_out(limit != 0, NULL);
     if (result != CUDA_SUCCESS || all == 0)
         free_host();
     else
@@ -352,15 +352,17 @@ CUresult swap_move_out(void)
         return CUDA_SUCCESS;
     CUresult result = prepare(&all);
     if (result == CUDA_SUCCESS && all != 0)
-        result = copies_run_out_with(limit != 0, unmap_one);
+        result = copies_run_out(limit != 0, unmap_one);
     if (result == CUDA_SUCCESS && all != 0) {
         content = SWAPPED_OUT;
         return CUDA_SUCCESS;
     }
     partly = exclude_present();
     content = partly != 0 ? SWAPPED_OUT : content;
-    if (partly == 0 || swap_in() == CUDA_SUCCESS)
-        free_host(); /* not all that was noted is there */
+    if (partly == 0)
+        free_host();
+    else
+        swap_in();
     return result;
 }
 
@@ -396,14 +398,6 @@ CUresult swap_free_device(void)
     return result;
 }
 
-static CUresult map_all_and_copy(void)
-{
-    CUresult result = each_copied(allocation_map, false);
-    if (result == CUDA_SUCCESS)
-        result = mappings_map();
-    return result == CUDA_SUCCESS && !held_memory_is_all_back() ? copies_run_in() : result;
-}
-
 #define LOOK 5000000 /* nanoseconds between two attempts */
 
 static CUresult map_when_free(size_t number)
@@ -415,16 +409,15 @@ static CUresult map_when_free(size_t number)
     return result;
 }
 
-static CUresult map_as_freed_and_copy(void) { return copies_run_in_with(map_when_free); }
-
-static CUresult bring_in(CUresult (*map_and_copy)(void))
+CUresult swap_in_as_freed(double seconds)
 {
+    patience = seconds;
     if (content != SWAPPED_OUT)
         return CUDA_SUCCESS;
     CUresult result = copies_pending() ? copies_wait() : CUDA_SUCCESS;
     if (result == CUDA_SUCCESS) {
         held_memory_copy(map_one);
-        result = map_and_copy();
+        result = held_memory_is_all_back() ? CUDA_SUCCESS : copies_run_in(map_when_free);
     }
     held_memory_end();
     if (result != CUDA_SUCCESS) {
@@ -436,13 +429,9 @@ static CUresult bring_in(CUresult (*map_and_copy)(void))
     }
     mappings_swapped_in();
     content = KEPT;
+    if (partly != 0)
+        free_host(); /* not all that was noted is there (`host_memory_note`) */
     return CUDA_SUCCESS;
 }
 
-CUresult swap_in(void) { return bring_in(map_all_and_copy); }
-
-CUresult swap_in_as_freed(double seconds)
-{
-    patience = seconds;
-    return bring_in(map_as_freed_and_copy);
-}
+CUresult swap_in(void) { return swap_in_as_freed(0.0); }

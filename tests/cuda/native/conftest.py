@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fast_kernel import FastKernel
 from fast_program import Kernel
-from programs import Programs, build, build_doubles, build_library, compiler
+from programs import SLICED, Programs, build, build_doubles, build_library, compiler
 from subject import running
 
 from jupyter_gpu_ckpt.cuda import fastpath
@@ -27,6 +27,12 @@ def doubles() -> Path:
 @pytest.fixture(scope="session")
 def programs(doubles) -> Programs:
     return build(doubles)
+
+
+@pytest.fixture(scope="session")
+def sliced(doubles) -> Programs:
+    """The programs with a library that examines 1, 2, 4 and so on parts of 4 MiB at a time before it copies them."""
+    return build(doubles, define=SLICED)
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,8 @@ HERE = Path(__file__).parent
 BUILT = HERE.parents[2] / "build" / "tests"
 NATIVE = Path(jupyter_gpu_ckpt.cuda.__file__).parent / "native"
 FLAGS = ("-g", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}")
+#: Has the library examine little memory before it begins to copy.
+SLICED = "FIRST_SLICE=1"
 #: A stream copies what a sanitizer would take for an access of the program.
 DOUBLE = ("-std=gnu11", "-O2", "-fvisibility=hidden", "-fno-tree-loop-distribute-patterns", "-shared")
 

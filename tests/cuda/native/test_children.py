@@ -231,8 +231,8 @@ def test_the_next_owner_brings_a_child_back_whose_owner_ended_in_the_middle(fami
     class Ended(BaseException):
         pass
 
-    def ends(library, verb: str):
-        reply = exchange(library, verb)
+    def ends(library, verb: str, held=None):
+        reply = exchange(library, verb, held)
         credentials = library._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         if verb == step and struct.unpack("3i", credentials)[0] == child.pid:
             raise Ended

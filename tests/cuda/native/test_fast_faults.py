@@ -61,11 +61,11 @@ def retry(subject: Subject, control: Control) -> None:
     params=[(1, "cuda"), (2, "cuda"), (1, "map"), (2, "map"), (1, "released"), (1, "async"), (1, "zeros"), (1, "kept")],
     ids=["one device", "two devices", "mapped", "mapped, two devices", "handles released", "in order", "zeros", "kept"],
 )
-def filled(request, programs, doubles):
+def filled(request, sliced, doubles):
     """A subject with a block of each of the `SIZES`, on as many devices, allocated in one way."""
     devices, api = request.param
     environment = {"DOUBLE_DEVICES": str(devices), **({"DOUBLE_DIRTY": "1"} if api == "zeros" else {})}
-    with running(programs, doubles, environment=environment) as subject:
+    with running(sliced, doubles, environment=environment) as subject:
         for number, size in enumerate(SIZES):
             device = number % devices
             assert device == 0 or subject.ask("context", device) == "0"

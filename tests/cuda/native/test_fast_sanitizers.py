@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from programs import Programs, build, why_no_sanitizer
+from programs import SLICED, Programs, build, why_no_sanitizer
 from subject import MIB, PATIENCE, Control, Subject, running
 from test_fast_faults import EXCHANGE, VERBS, calls_of, earlier, retry
 from waiting import until
@@ -33,7 +33,7 @@ def sanitized(tmp_path_factory, doubles, name: str, library: str, *more: str) ->
     reason = why_no_sanitizer(name, library, tmp_path_factory.mktemp(name))
     if reason:
         pytest.skip(reason)
-    return build(doubles, name, *more)
+    return build(doubles, name, *more, define=SLICED)
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,8 @@ def test_the_double_answers_as_the_kernel_must(programs, doubles):
 
 
 @pytest.fixture
-def subject(programs, doubles):
-    with running(programs, doubles, environment=DIRTY) as subject:
+def subject(sliced, doubles):
+    with running(sliced, doubles, environment=DIRTY) as subject:
         extents(subject).mkdir(parents=True)
         yield subject
 

@@ -88,7 +88,9 @@ class Killer:
         self._child, self._pid, self._left, self.said = None, 0, 0, ""
         self.events: list[str] = []
         monkeypatch.setattr(family.driver, "call", self._called)
-        monkeypatch.setattr(fastpath._Library, "exchange", lambda library, verb: self._exchanged(library, verb))
+        monkeypatch.setattr(
+            fastpath._Library, "exchange", lambda library, verb, held=None: self._exchanged(library, verb, held)
+        )
 
     def arm(self, child: Child, nth: int) -> None:
         self._child, self._pid, self._left, self.said = child, child.pid, nth, ""
@@ -115,12 +117,12 @@ class Killer:
         self._event(f"after {op}")
         return value
 
-    def _exchanged(self, library, verb: str):
+    def _exchanged(self, library, verb: str, held):
         credentials = library._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         if struct.unpack("3i", credentials)[0] != self._pid or self.said:
-            return self._exchange(library, verb)
+            return self._exchange(library, verb, held)
         self._event(f"before {verb}")
-        reply = self._exchange(library, verb)
+        reply = self._exchange(library, verb, held)
         if not self.said:
             self._event(f"after {verb}")
         return reply

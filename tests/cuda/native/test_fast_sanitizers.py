@@ -149,13 +149,13 @@ def test_two_devices_at_the_same_time_under_tsan(with_tsan, doubles):
         (subject.path.parent / "host-memory" / "gpu-ckpt-extents").mkdir(parents=True)
         for device in range(2):
             assert device == 0 or subject.ask("context", device) == "0"
-            for density in ("full", "zeros", "sparse"):
-                subject.alloc(2, 6 * MIB, density=density)
+            subject.alloc(2, 64 * MIB, density="zeros")
+            subject.alloc(2, 6 * MIB, density="full")
         with subject.control() as control:
             control.must(f"keep {1 << 30}")
             for verbs in (VERBS, EXCHANGE, VERBS):
                 control.must(*verbs)
-                subject.intact(12)
+                subject.intact(8)
 
 
 def test_the_launch_gate(programs, doubles):

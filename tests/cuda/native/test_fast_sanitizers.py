@@ -143,6 +143,21 @@ def test_threads_rest_under_tsan(with_tsan, doubles):
         hammer(subject, 3, 6, resting)
 
 
+def test_two_devices_at_the_same_time_under_tsan(with_tsan, doubles):
+    """Each is examined, opened, copied and closed by threads of its own; both note what host memory has."""
+    with running(with_tsan, doubles, environment={**OPTIONS, "DOUBLE_DEVICES": "2"}) as subject:
+        (subject.path.parent / "host-memory" / "gpu-ckpt-extents").mkdir(parents=True)
+        for device in range(2):
+            assert device == 0 or subject.ask("context", device) == "0"
+            subject.alloc(2, 64 * MIB, density="zeros")
+            subject.alloc(2, 6 * MIB, density="full")
+        with subject.control() as control:
+            control.must(f"keep {1 << 30}")
+            for verbs in (VERBS, EXCHANGE, VERBS):
+                control.must(*verbs)
+                subject.intact(8)
+
+
 def test_the_launch_gate(programs, doubles):
     with running(programs, doubles, environment={"MALLOC_ARENA_MAX": "1"}) as subject:
         hammer_gate(subject, 4, 30, swaps=True)

@@ -53,7 +53,20 @@ _TRIES, _TRIES_INTERRUPTED = 3, 5
 
 
 def disconnect(attempt: Attempt) -> None:
-    """Close the gate's connections and wait for the kernel to close its side: none of them is to be in the image."""
+    """Close the gate's connections and wait for the kernel to close its side: none of them is to be in the image.
+
+    Meanwhile the suspended contexts give back their zeros.
+    """
+    if attempt.unwinding:
+        _disconnect(attempt)
+        return
+    with beside(functools.partial(cuda_processes.drop_zero_pages, attempt.kernel)) as dropped:
+        _disconnect(attempt)
+    with attempt.traced.part("drop_zeros"):
+        dropped.result()
+
+
+def _disconnect(attempt: Attempt) -> None:
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
     if kernel.refusal is not None and not attempt.unwinding:
         raise copy.copy(kernel.refusal)
@@ -102,8 +115,7 @@ def _require_fit(kernel: KernelState) -> None:
 def dump(attempt: Attempt) -> None:
     """Write everything of an image but its manifest; the processes stay stopped."""
     kernel, root = attempt.kernel, attempt.kernel.engine.store.root
-    _suspend_warm(kernel)
-    with attempt.traced.part("drop_zeros"):
+    if _suspend_warm(kernel):
         cuda_processes.drop_zero_pages(kernel)
     bytes = host_memory.resident(kernel)  # device memory is host memory by now
     attempt.clocks = kernel.require_capsule().clocks()
@@ -146,8 +158,8 @@ def dump(attempt: Attempt) -> None:
             pause = min(2 * pause, 3.0)
 
 
-def _suspend_warm(kernel: KernelState) -> None:
-    """Suspend the CUDA context that a warm kernel still has on the GPU: CRIU cannot dump it."""
+def _suspend_warm(kernel: KernelState) -> bool:
+    """Suspend the CUDA context that a warm kernel still has on the GPU: CRIU cannot dump it.  Return whether it had."""
     states, own = cuda_processes.states(kernel), kernel.require_capsule().host_pid
     if any(state is CudaState.RUNNING and pid != own for pid, state in states.items()):  # one has begun just now
         suspend_late(kernel)
@@ -161,6 +173,7 @@ def _suspend_warm(kernel: KernelState) -> None:
     cuda_processes.checkpoint(kernel, [pid for pid in locked if pid != own], deadline)
     if own in locked:
         driver_checkpoint(kernel, deadline)
+    return bool(locked)
 
 
 def _needed(kernel: KernelState, bytes: int) -> int:
@@ -394,10 +407,17 @@ def device_memory_written(attempt: Attempt, draft: Draft, needed: int) -> Iterat
         if found != (swapped_out := fast_path.amounts().swapped_out):
             raise errors.CapsuleError(f"Of {swapped_out} bytes of device memory {found} are there.")
         later = attempt.continues or completing.may_be_later(attempt, needed)
-        with attempt.traced.part("link"):
-            linked = later and host_memory.may_wait_for_disk(kernel) and _link_device_memory(attempt)
-        if linked:
-            if attempt.continues or completing.begin(attempt, draft):
+        if later and host_memory.may_wait_for_disk(kernel):
+            link = functools.partial(_link_device_memory, attempt)
+            if attempt.continues:
+                with beside(link) as linking:
+                    yield
+                if not linking.result():
+                    write(kernel.cancellation.check)
+                return
+            with attempt.traced.part("link"):
+                linked = link()
+            if linked and completing.begin(attempt, draft):
                 yield
                 return
             attempt.resources.close()

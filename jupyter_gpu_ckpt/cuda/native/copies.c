@@ -43,6 +43,7 @@ _Static_assert(LONGEST_SLICE * (PART_BYTES / DIGEST_PAGE) * (sizeof(struct diges
  * all copy at the same time; and one for the examination meanwhile. */
 #define MAX_CONTEXTS (4 * MAX_DEVICES)
 static struct ring rings[MAX_CONTEXTS], scratch_rings[MAX_CONTEXTS];
+static atomic_bool mirrored; /* since the last transfer */
 static atomic_bool pending; /* copies may be running, because the driver did not say when they end */
 
 /* -- distributing the work */
@@ -70,7 +71,9 @@ struct work {
     size_t count;
     bool outwards;
     bool keeps; /* host memory is written for more than once */
+    bool mirrored; /* host memory may have everything: no memory is pinned before something is found that it lacks */
     bool scans; /* there is a scratch ring */
+    atomic_bool examined, has_copies; /* all parts are; one was found that has to be copied */
     pthread_t thread, threads[MAX_WORKERS];
     size_t most, begun; /* threads that copy */
     double moments[MOMENTS];
@@ -403,8 +406,11 @@ static void *examine(void *argument)
         result = find_zeros(work, parts, count);
         if (result == CUDA_SUCCESS && work->keeps)
             result = find_known(work, parts, count);
-        for (size_t at = 0; at < count && result == CUDA_SUCCESS; at++)
+        for (size_t at = 0; at < count && result == CUDA_SUCCESS; at++) {
+            if (!parts[at].zero && !parts[at].known)
+                atomic_store(&work->has_copies, true);
             atomic_store(&parts[at].ready, true);
+        }
         announce();
         work->moments[EXAMINED] = now();
         if (first == 0)
@@ -413,10 +419,22 @@ static void *examine(void *argument)
             break;
     }
     fail(result);
+    atomic_store(&work->examined, true);
+    announce();
     return NULL;
 }
 
 /* -- one context */
+
+/* Wait until a part is found that has to be copied; false where all are examined, and there is none. */
+static bool wait_for_copies(struct work *work)
+{
+    pthread_mutex_lock(&waiting);
+    while (!atomic_load(&work->has_copies) && !atomic_load(&work->examined))
+        pthread_cond_wait(&changed, &waiting);
+    pthread_mutex_unlock(&waiting);
+    return atomic_load(&work->has_copies) || atomic_load(&failed) != CUDA_SUCCESS;
+}
 
 static CUresult open_and_copy(struct work *work)
 {
@@ -455,7 +473,11 @@ static void *perform(void *argument)
     bool beside = work->outwards && pthread_create(&examining, NULL, examine, work) == 0;
     if (work->outwards && !beside)
         examine(work);
-    fail(open_and_copy(work));
+    if (!work->mirrored || wait_for_copies(work))
+        fail(open_and_copy(work));
+    else
+        for (size_t at = 0; at < work->count; at++)
+            pass(&work->parts[at]);
     if (beside)
         pthread_join(examining, NULL);
     fail(end(work));
@@ -590,11 +612,13 @@ static CUresult run_all(bool outwards, bool keeps, CUresult (*step)(size_t numbe
         return CUDA_ERROR_OPERATING_SYSTEM;
     }
     size_t share = processors() / count;
+    bool little = atomic_exchange(&mirrored, false) && outwards;
     atomic_store(&failed, CUDA_SUCCESS);
     struct part *next = parts;
     for (size_t at = 0; at < count; at++) {
         works[at].outwards = outwards;
         works[at].keeps = keeps;
+        works[at].mirrored = little;
         works[at].most = number_of_workers(works[at].count, share);
         works[at].parts = next;
         next += works[at].count;
@@ -626,6 +650,8 @@ void copies_report(double began, char *text, size_t size)
             length += (size_t)snprintf(text + length, size - length, "%s\"%s\": %.6f", length != 0 ? ", " : "",
                                        moment_names[at], moments[at] - began);
 }
+
+void copies_note_mirrored(void) { atomic_store(&mirrored, true); }
 
 bool copies_pending(void) { return atomic_load(&pending); }
 

@@ -32,6 +32,9 @@ CUresult copies_run_in(CUresult (*step)(size_t number));
  * (parts may be copied), ``opened`` (buffers and threads for that are there), ``examined``, ``copied``, ``closed``. */
 void copies_report(double began, char *text, size_t size);
 
+/* Note that host memory has a copy of everything: the next transfer may have nothing to copy. */
+void copies_note_mirrored(void);
+
 /* Whether copies may still be running, because the driver did not say when they end. */
 bool copies_pending(void);
 

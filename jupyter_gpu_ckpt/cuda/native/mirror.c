@@ -241,6 +241,7 @@ void mirror_step(void)
         return;
     if (next == count && is_undisturbed() && swap_keeps()) {
         atomic_store(&gpu_ckpt_published.mirrored, 1);
+        copies_note_mirrored();
         stop();
     } else
         mirror_end();

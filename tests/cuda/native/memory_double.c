@@ -36,10 +36,10 @@ struct memory {
     CUdevice device;
     size_t bytes;
     off_t offset; /* in the file, never used again */
-    int file;     /* another process's; or -1: our own */
+    int file;     /* another process's, or its own once it was exported; or -1: the one that all others are in */
+    bool imported;
     CUmemAllocationProp properties;
     size_t mappings, references;
-    bool exported; /* it lives as long as a descriptor does; here for good */
 };
 struct ranges {
     struct range *all;
@@ -162,6 +162,8 @@ static struct memory *memory_of(CUmemGenericAllocationHandle handle)
     return NULL;
 }
 
+static int file_of(const struct memory *memory) { return memory->file >= 0 ? memory->file : file; }
+
 static void keep(struct memory *memory)
 {
     if (memory_count == memory_capacity)
@@ -173,12 +175,12 @@ static void forget_unused(struct memory *memory)
 {
     if (memory->references != 0 || memory->mappings != 0)
         return;
-    if (memory->file < 0) {
-        if (!memory->exported)
-            fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory->offset, (off_t)memory->bytes);
-        release(memory->bytes);
-    } else
+    if (memory->file < 0)
+        fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory->offset, (off_t)memory->bytes);
+    else
         close(memory->file);
+    if (!memory->imported)
+        release(memory->bytes);
     size_t at = 0;
     while (memories[at] != memory)
         at++;
@@ -361,7 +363,39 @@ EXPORT CUresult cuMemMapArrayAsync_ptsz(CUarrayMapInfo *list, unsigned int count
     return cuMemMapArrayAsync(list, count, stream == NULL ? (CUstream)2 : stream);
 }
 
-/* -- to other processes: a descriptor of the file, at the memory's offset */
+/* -- to other processes: a descriptor of a file of its own, by which the memory outlives our use of it */
+
+static int protection_of(const struct range *mapping)
+{
+    int all = 0;
+    for (CUdevice device = 0; device < device_count(); device++)
+        all |= mapping->access[device];
+    return (all & 1 ? PROT_READ : 0) | (all & 2 ? PROT_WRITE : 0);
+}
+
+static void move_to_own_file(struct memory *memory)
+{
+    int own = memfd_create("exported", MFD_CLOEXEC);
+    char *from = mmap(NULL, memory->bytes, PROT_READ, MAP_SHARED, file, memory->offset);
+    if (own < 0 || from == MAP_FAILED || ftruncate(own, (off_t)memory->bytes) != 0 ||
+        pwrite(own, from, memory->bytes, 0) != (ssize_t)memory->bytes) { /* no descriptors, or no memory */
+        if (own >= 0)
+            close(own);
+        if (from != MAP_FAILED)
+            munmap(from, memory->bytes);
+        return;
+    }
+    munmap(from, memory->bytes);
+    for (size_t at = 0; at < mappings.count; at++) {
+        struct range *each = &mappings.all[at];
+        if (each->memory == memory && mmap((void *)each->address, each->bytes, protection_of(each),
+                                           MAP_SHARED | MAP_FIXED, own, (off_t)each->offset) == MAP_FAILED)
+            misuse("cuMemExportToShareableHandle: mmap says %s", strerror(errno));
+    }
+    fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory->offset, (off_t)memory->bytes);
+    memory->file = own;
+    memory->offset = 0;
+}
 
 EXPORT CUresult cuMemExportToShareableHandle(void *descriptor, CUmemGenericAllocationHandle handle, int type,
                                              unsigned long long flags)
@@ -374,13 +408,11 @@ EXPORT CUresult cuMemExportToShareableHandle(void *descriptor, CUmemGenericAlloc
         pthread_mutex_unlock(&mutex);
         return CUDA_ERROR_INVALID_VALUE;
     }
-    char path[64];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", file);
-    *(int *)descriptor = open(path, O_RDWR | O_CLOEXEC);
-    lseek(*(int *)descriptor, memory->offset, SEEK_SET);
-    memory->exported = true;
+    if (memory->file < 0)
+        move_to_own_file(memory);
+    *(int *)descriptor = memory->file >= 0 ? dup(memory->file) : -1;
     pthread_mutex_unlock(&mutex);
-    return CUDA_SUCCESS;
+    return *(int *)descriptor >= 0 ? CUDA_SUCCESS : CUDA_ERROR_OPERATING_SYSTEM;
 }
 
 EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *descriptor, int type)
@@ -391,8 +423,7 @@ EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *han
         return CUDA_ERROR_INVALID_VALUE;
     struct memory *memory = calloc(1, sizeof *memory);
     pthread_mutex_lock(&mutex);
-    *memory = (struct memory){.handle = *handle = ++last, .offset = lseek(theirs, 0, SEEK_CUR), .file = theirs,
-                              .references = 1};
+    *memory = (struct memory){.handle = *handle = ++last, .file = theirs, .imported = true, .references = 1};
     keep(memory);
     pthread_mutex_unlock(&mutex);
     return CUDA_SUCCESS;
@@ -440,14 +471,14 @@ static CUresult map_memory(CUdeviceptr address, size_t bytes, size_t offset, CUm
 {
     struct memory *memory = memory_of(handle);
     struct range *reserved = holding(&reservations, address, bytes);
-    if (memory != NULL && memory->file >= 0)
+    if (memory != NULL && memory->imported)
         memory->bytes = bytes;
     if (memory == NULL || bytes == 0 || (address | bytes | offset) % GRAIN != 0 || offset > memory->bytes ||
         bytes > memory->bytes - offset || reserved == NULL || touching(&mappings, address, bytes) != NULL)
         return CUDA_ERROR_INVALID_VALUE;
     if (!reserved->programs && bytes != memory->bytes)
         misuse("cuMemMap(%#llx, %zu): the memory has %zu bytes", address, bytes, memory->bytes);
-    if (mmap((void *)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->file >= 0 ? memory->file : file,
+    if (mmap((void *)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file_of(memory),
              memory->offset + (off_t)offset) == MAP_FAILED)
         misuse("cuMemMap: mmap says %s", strerror(errno));
     memory->mappings++;
@@ -489,15 +520,13 @@ static CUresult set_access(struct range *mapping, const CUmemAccessDesc *access,
             return CUDA_ERROR_INVALID_DEVICE;
         mapping->access[access[at].location.id] = (unsigned char)access[at].flags;
     }
-    int all = 0;
     for (CUdevice device = 0; device < device_count(); device++) {
-        all |= mapping->access[device];
         if (can_access(device, own) && mapping->access[device] != CU_MEM_ACCESS_FLAGS_PROT_READWRITE &&
-            mapping->memory->file < 0 && !holding(&reservations, mapping->address, 1)->programs)
+            !mapping->memory->imported && !holding(&reservations, mapping->address, 1)->programs)
             misuse("cuMemSetAccess(%#lx): device %d, which could use memory of cudaMalloc's, may not",
                    (long)mapping->address, device);
     }
-    mprotect((void *)mapping->address, mapping->bytes, (all & 1 ? PROT_READ : 0) | (all & 2 ? PROT_WRITE : 0));
+    mprotect((void *)mapping->address, mapping->bytes, protection_of(mapping));
     return CUDA_SUCCESS;
 }
 
@@ -1070,7 +1099,7 @@ static bool never_written(CUdeviceptr address, size_t bytes)
     pthread_mutex_lock(&mutex);
     struct range *found = holding(&mappings, address, bytes);
     off_t at = found != NULL ? found->memory->offset + (off_t)(found->offset + address - found->address) : 0;
-    off_t data = found != NULL ? lseek(file, at, SEEK_DATA) : 0;
+    off_t data = found != NULL ? lseek(file_of(found->memory), at, SEEK_DATA) : 0;
     bool hole = found != NULL && (data >= at + (off_t)bytes || (data < 0 && errno == ENXIO));
     pthread_mutex_unlock(&mutex);
     return hole;

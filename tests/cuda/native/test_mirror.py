@@ -62,6 +62,21 @@ def test_after_a_mirror_only_what_has_changed_since_is_copied(subject, control, 
     assert swap(subject, control) == 1
 
 
+def test_where_nothing_has_changed_no_memory_is_pinned_for_copies(subject, control):
+    number, pinned = subject.alloc(1, 24 * MIB, "cuda", "full"), []
+    for changed in (False, True):
+        mirrored(control)
+        if changed:
+            subject.ask("poke", number, 5 * MIB, 1, 7)
+        subject.fail()
+        control.must("copy_out")
+        pinned.append(subject.calls()["cuMemHostRegister_v2"])
+        before = subject.ask("sum")
+        control.must("free", "swap_in")
+        assert subject.ask("sum") == before
+    assert pinned[1] == pinned[0] + 1
+
+
 def test_a_call_that_uses_the_gpu_ends_it(subject, control):
     subject.alloc(8, 8 * MIB, "cuda", "sparse")
     subject.ask("delay", 20000)  # of each page

@@ -216,7 +216,7 @@ def test_a_kernel_that_is_killed_meanwhile_leaves_the_whole_save_point(kernel, w
 
 def test_a_save_point_whose_dump_fails_leaves_no_links(kernel, monkeypatch):
     def fails(*_, **__) -> None:
-        assert names(kernel, fastpath.LINKED)
+        until(lambda: fastpath.LINKED in names(kernel), "it is linked beside the dump")
         raise CriuError("It failed.")
 
     monkeypatch.setattr(kernel.lifecycle.engine.criu, "dump", fails)
@@ -246,7 +246,8 @@ def test_a_server_that_is_killed_at_any_moment_leaves_the_kernel_and_no_half_of_
             os._exit(1)
         _, status = os.waitpid(server, 0)
         assert os.WIFSIGNALED(status), name
-        assert (fastpath.LINKED in names(kernel)) is (name != "entries"), name
+        if name != "dump":  # beside which it is linked
+            assert (fastpath.LINKED in names(kernel)) is (name != "entries"), name
         attach_again(kernel)
         if kernel.lifecycle.state is State.SUSPENDED:
             kernel.lifecycle.wake()

@@ -287,7 +287,8 @@ def quiesce(attempt: Attempt) -> None:
     content: dict[str, Any] = {"trim": not kernel.saved.cuda, "files": True}
     content["summary"] = attempt.save_point is not None
     content |= {"writes": attempt.goal is not State.SUSPENDED, "goes_back": attempt.next_image is not None}
-    content["bytes"] = host_memory.resident(kernel) + sum(host_memory.device_bytes(kernel).values())
+    if content["writes"]:
+        content["bytes"] = host_memory.resident(kernel) + sum(host_memory.device_bytes(kernel).values())
     report = request_agent(kernel, "quiesce", content).get("report", {})
     attempt.traced.bytes = report.get("trimmed_bytes")
     if isinstance(seconds := report.pop("seconds", None), dict):

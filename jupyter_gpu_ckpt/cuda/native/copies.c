@@ -38,7 +38,7 @@ _Static_assert(LONGEST_SLICE * (PART_BYTES / DIGEST_PAGE) * (sizeof(struct diges
                    SCRATCH_BYTES,
                "for digests");
 
-/* Pinned memory, BUFFERS of a part's size for each worker, and the stream of all their copies, which always has the
+/* Pinned memory, BUFFERS of a part's size for each worker, which pins them itself, and the stream of all their copies, which always has the
  * next one queued when one ends.  Outlives a transfer only if the driver refuses to release it.  One for each context:
  * all copy at the same time; and one for the examination meanwhile. */
 #define MAX_CONTEXTS (4 * MAX_DEVICES)
@@ -196,6 +196,28 @@ static CUresult finish(const struct work *work, struct buffer *buffer)
     return result;
 }
 
+/* Map a ring's memory, none of which is pinned yet. */
+static CUresult map_ring(struct ring *ring, CUcontext context, size_t bytes, size_t piece)
+{
+    ring->memory = map_huge_pages(bytes);
+    ring->bytes = bytes;
+    ring->piece = piece;
+    ring->context = context;
+    return ring->memory != NULL ? CUDA_SUCCESS : CUDA_ERROR_OPERATING_SYSTEM; /* out of memory is the device */
+}
+
+/* Pin one piece.  Registered, not allocated by the driver: with huge pages that takes a third of the time. */
+static CUresult pin(struct ring *ring, size_t number)
+{
+    char *memory = ring->memory + number * ring->piece;
+    populate(memory, ring->piece);
+    CUresult result = driver()->cuMemHostRegister_v2(memory, ring->piece,
+                                                     CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
+    if (result == CUDA_SUCCESS)
+        atomic_fetch_or(&ring->pinned, 1u << number);
+    return result;
+}
+
 static void *copy(void *argument)
 {
     struct work *work = argument;
@@ -204,7 +226,10 @@ static void *copy(void *argument)
     struct buffer *buffers = worker.buffers;
     own_thread_begin("gpu-ckpt-copy");
     CUresult result = cu->cuCtxSetCurrent(work->context);
-    char *buffered = work->ring->memory + atomic_fetch_add(&work->workers, 1) * PART_BYTES * BUFFERS;
+    size_t number = atomic_fetch_add(&work->workers, 1);
+    char *buffered = work->ring->memory + number * work->ring->piece;
+    if (result == CUDA_SUCCESS)
+        result = pin(work->ring, number);
     for (size_t at = 0; at < BUFFERS && result == CUDA_SUCCESS; at++) {
         buffers[at].memory = buffered + at * PART_BYTES;
         result = cu->cuEventCreate(&buffers[at].copied, CU_EVENT_DISABLE_TIMING);
@@ -243,8 +268,12 @@ CUresult ring_close(struct ring *ring)
         result = driver()->cuStreamDestroy_v2(ring->stream);
         ring->stream = result == CUDA_SUCCESS ? NULL : ring->stream;
     }
-    if (result == CUDA_SUCCESS)
-        result = driver()->cuMemHostUnregister(ring->memory);
+    for (unsigned number = 0, left; result == CUDA_SUCCESS && (left = atomic_load(&ring->pinned)) != 0; number++)
+        if (left & 1u << number) {
+            result = driver()->cuMemHostUnregister(ring->memory + number * ring->piece);
+            if (result == CUDA_SUCCESS)
+                atomic_fetch_and(&ring->pinned, ~(1u << number));
+        }
     if (result == CUDA_SUCCESS) {
         munmap(ring->memory, ring->bytes);
         ring->memory = NULL;
@@ -274,15 +303,10 @@ static CUresult close_rings(void)
 
 CUresult ring_open(struct ring *ring, CUcontext context, size_t bytes)
 {
-    ring->memory = map_huge_pages(bytes);
-    if (ring->memory == NULL)
-        return CUDA_ERROR_OPERATING_SYSTEM; /* out of memory is the device */
-    populate(ring->memory, bytes);
-    ring->bytes = bytes;
-    ring->context = context;
-    /* Registered, not allocated by the driver: with huge pages that takes a third of the time. */
-    CUresult result = driver()->cuMemHostRegister_v2(ring->memory, ring->bytes,
-                                                     CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
+    CUresult result = map_ring(ring, context, bytes, bytes);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = pin(ring, 0);
     if (result != CUDA_SUCCESS) {
         munmap(ring->memory, ring->bytes);
         ring->memory = NULL;
@@ -440,7 +464,9 @@ static CUresult open_and_copy(struct work *work)
 {
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
-        result = ring_open(work->ring, work->context, work->most * BUFFERS * PART_BYTES);
+        result = map_ring(work->ring, work->context, work->most * BUFFERS * PART_BYTES, BUFFERS * PART_BYTES);
+    if (result == CUDA_SUCCESS)
+        result = driver()->cuStreamCreate(&work->ring->stream, CU_STREAM_NON_BLOCKING);
     while (result == CUDA_SUCCESS && work->begun < work->most &&
            pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
         work->begun++;

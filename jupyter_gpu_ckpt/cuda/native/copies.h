@@ -2,6 +2,8 @@
  * All of these are called while the table is locked (`table_lock_for_swap`). */
 #pragma once
 
+#include <stdatomic.h>
+
 #include "allocations.h"
 #include "mappings.h"
 
@@ -13,6 +15,8 @@ bool copies_next(size_t *at, struct copied *next);
 struct ring {
     char *memory;
     size_t bytes;
+    size_t piece;       /* bytes that are pinned together */
+    atomic_uint pinned; /* a bit for each piece that is */
     CUcontext context;
     CUstream stream;
 };
@@ -29,7 +33,7 @@ CUresult copies_run_in(CUresult (*step)(size_t number));
 
 /* Write the moments of the last transfer that are after one of CLOCK_MONOTONIC, in seconds from that on, as members of
  * an object of JSON, of several contexts those of the last: ``prepared`` (the transfer begins), ``first_examined``
- * (parts may be copied), ``opened`` (buffers and threads for that are there), ``examined``, ``copied``, ``closed``. */
+ * (parts may be copied), ``opened`` (threads for that have begun), ``examined``, ``copied``, ``closed``. */
 void copies_report(double began, char *text, size_t size);
 
 /* Note that host memory has a copy of everything: the next transfer may have nothing to copy. */

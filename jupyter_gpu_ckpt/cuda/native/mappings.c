@@ -642,12 +642,10 @@ CUresult mappings_map_one(size_t number)
 
 bool mappings_exportable(size_t number, CUmemGenericAllocationHandle *handle)
 {
-    struct memory *memory = &memories[number];
-    if (memory->properties.requestedHandleTypes != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR ||
-        need_original(memory) != CUDA_SUCCESS || !memory->has_original)
-        return false;
+    const struct memory *memory = &memories[number];
     *handle = memory->original;
-    return true;
+    return memory->has_original &&
+           memory->properties.requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 }
 
 /* The program has no reference: its mappings alone keep the memory. */

@@ -105,7 +105,7 @@ CUresult mappings_unmap(bool past_errors);
 CUresult mappings_unmap_one(size_t number);
 CUresult mappings_map_one(size_t number);
 
-/* The driver's handle of that memory, if it can be exported; else false. */
+/* The driver's handle of that memory, if the program has it and it can be exported; else false. */
 bool mappings_exportable(size_t number, CUmemGenericAllocationHandle *handle);
 
 /* Leave what is not unmapped to the driver, as if it had not been planned. */

@@ -117,8 +117,8 @@ static int driver_free_in_order(void *address)
     return DRIVER(CUresult, cuMemFreeAsync, CUdeviceptr, CUstream)((CUdeviceptr)address, NULL);
 }
 
-/* How it is asked for: of the runtime, of the driver, mapped, mapped with a handle that can be exported and is released
- * at once, and in the order of the default stream. */
+/* How it is asked for: of the runtime, of the driver, mapped with a handle that can be exported, mapped with one that
+ * cannot and is released at once, and in the order of the default stream. */
 enum api { RUNTIME, BY_DRIVER, MAPPED, RELEASED, ORDERED, APIS };
 static const char *const apis[APIS] = {"cuda", "cu", "map", "released", "async"};
 
@@ -163,7 +163,7 @@ static int obtain(struct held *held, size_t bytes, enum api api, size_t step, bo
     int result = api == RUNTIME     ? cudaMalloc(&memory, bytes)
                  : api == BY_DRIVER ? driver_alloc(&memory, bytes)
                  : api == ORDERED   ? alloc_in_order(&memory, bytes)
-                                    : map_memory(&memory, bytes, &handle, api == RELEASED);
+                                    : map_memory(&memory, bytes, &handle, api == MAPPED);
     if (result == 0 && api == RELEASED)
         result = release_memory(handle);
     if (result != 0)

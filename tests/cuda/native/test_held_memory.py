@@ -38,7 +38,7 @@ MAY_FAIL = (
 )
 
 
-@pytest.fixture(params=["cuda", "released", "async"])
+@pytest.fixture(params=["cuda", "map", "async"])
 def subject(request, programs, doubles) -> Iterator[Subject]:
     with running(programs, doubles, environment=DIRTY) as subject:
         for size in SIZES:
@@ -160,9 +160,9 @@ def test_memory_that_cannot_be_exported_is_not_held(subject):
     subject.intact(len(SIZES))
 
 
-def test_memory_of_a_handle_that_no_process_may_have_is_not_held(programs, doubles):
+def test_memory_of_a_handle_that_the_program_has_released_is_not_held(programs, doubles):
     with running(programs, doubles) as subject:
-        subject.alloc(1, 2 * MIB, "map", "full")
+        subject.alloc(1, 2 * MIB, "released", "full")
         with control_of(subject) as control:
             assert control.hold(250)[0]["exported"] == 0
             control.must("free", "swap_in")

@@ -107,7 +107,7 @@ class CapsuleAhead:
                 self._capsule.require_alive()
                 return self._capsule
         except (GpuCkptError, OSError) as error:
-            _log.info("What was made to go back in cannot be used: %s", error)
+            _log.info("What was made ahead cannot be used: %s", error)
         self.discard()
         return None
 

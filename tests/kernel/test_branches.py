@@ -418,7 +418,7 @@ async def test_a_branch_s_manager_is_its_own_whatever_becomes_of_the_other(kerne
             await three.run(write.format(13))
             assert [await each.run(read) for each in (one, three)] == ["{'x': 11} True", "{'x': 13} True"]
         assert await one.run(read) == "{'x': 11} True", "the branch's end has taken its source's"
-        await kernel.run("manager.shutdown(); import shutil; shutil.rmtree(os.path.dirname(path))")
+        await kernel.run("manager.shutdown(); import shutil; shutil.rmtree(os.path.dirname(path), True)")
         await one.run(write.format(21))
         assert [await each.run(read) for each in (one, two)] == ["{'x': 21} True", "{'x': 12} True"]
         await two.provisioner.checkpoint()

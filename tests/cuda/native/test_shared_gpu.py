@@ -187,7 +187,8 @@ async def test_where_no_directory_can_be_used_kernels_run_suspend_and_come_back(
         directory.unlink()
         assert await one.run("print(intact())") == "True"
         await until(lambda: sharing(one).participant.on == (A,))
-    assert caplog.text.count("GPUs cannot be shared now") <= 2, "not at each look"
+    # A look between the rename and the file finds no directory, and makes one.
+    assert caplog.text.count("GPUs cannot be shared now") <= 3, "not at each look"
     assert "A listener failed" not in caplog.text
 
 

@@ -16,11 +16,12 @@ class HeldMemory:
     """Allocations of one kernel that the GPU keeps as long as this object has their descriptors.
 
     `FastPath` puts them in when it swaps out, and takes them when it swaps in.  ``bytes``: of these allocations.
+    ``descriptors``: this object's own, in the order of the library's export.
     """
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._descriptors: list[int] = []
+        self.descriptors: list[int] = []
 
     @property
     def most(self) -> int:
@@ -30,15 +31,10 @@ class HeldMemory:
     def put(self, descriptors: list[int], bytes: int) -> None:
         """Hold the allocations behind these descriptors, with so many bytes together."""
         self.close()
-        self._descriptors, self.bytes = descriptors, bytes
-
-    @property
-    def descriptors(self) -> list[int]:
-        """Return the descriptors, which stay this object's."""
-        return self._descriptors
+        self.descriptors, self.bytes = descriptors, bytes
 
     def close(self) -> None:
         """Hold nothing any more: what nobody has mapped by now is freed."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        while self.descriptors:
+            os.close(self.descriptors.pop())
         self.bytes = 0

@@ -19,6 +19,7 @@ from faulty import under_way
 from harness import CellFailed, alive, until
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.errors import CapsuleGone
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.lifecycle import restore
 from jupyter_gpu_ckpt.lifecycle.context import Reason
@@ -238,7 +239,11 @@ async def test_an_error_that_a_second_try_cannot_fix_is_not_tried_again(subject,
     created = Created(monkeypatch)
     await subject.fails(subject.provisioner.restore, "FILE_MISSING")
     assert [event.step for event in subject.kernel.steps.events if event.kind == "failed"] == ["match"]
-    assert len(created.capsules) <= 1, "one is made while the image is matched"
+    assert len(created.capsules) <= 1, "one is made while the image is matched, and none for a second try"
+    assert created.criu() == []
+    for capsule in created.capsules:
+        with pytest.raises(CapsuleGone):
+            capsule.require_alive()
     (subject.directory / "training.log").write_text("epoch 1\n")
     await subject.wakes()
 

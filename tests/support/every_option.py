@@ -102,6 +102,7 @@ _NO_SETTINGS = {
     *("TCP_SAVED_SYN", "TCP_ZEROCOPY_RECEIVE", "IP_PROTOCOL"),
 }
 _SO_ATTACH_FILTER = 26
+_SO_PEEK_OFF = 42
 _ACCEPT_ALL = ctypes.create_string_buffer(struct.pack("=HBBI", 6, 0, 0, 0xFFFF))
 
 
@@ -151,6 +152,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 _TIMEOUT = 0.5
 #: Seconds after which a connection has acknowledged what it has received, and its options do not change any more.
 _QUIET = 0.3
+
+_DATA = bytes(9)
 
 Set = Callable[[socket.socket], None]
 
@@ -212,9 +215,9 @@ def _to_be_accepted(family: int, put: Set) -> list[socket.socket]:
     listener = _listening(family)
     put(listener)
     near = socket.create_connection(listener.getsockname()[:2], _TIMEOUT)
-    near.send(bytes(9))  # with TCP_DEFER_ACCEPT there is none before
+    near.send(_DATA)  # with TCP_DEFER_ACCEPT there is none before
     far = _accepted(listener)
-    assert far.recv(9) == bytes(9)
+    assert far.recv(len(_DATA)) == _DATA
     return [near, far, listener]
 
 
@@ -372,8 +375,20 @@ def make_some(kind: str, count: int, seed: str) -> None:
 
 
 def state(kind: str) -> dict[str, list[dict[str, str]]]:
-    """All options of all sockets, by the options that were set: ``{options: [{option: value of an end}]}``."""
-    levels = KINDS[kind][2]
+    """All options of all sockets, by the options that were set: ``{options: [{option: value of an end}]}``.
+
+    What was sent to make a connection is sent over it again: an acknowledgment of data rounds the window up to its
+    scale, as no handshake does, and Linux sends segments of half the largest window.
+    """
+    how, _, levels = KINDS[kind]
+    if how is _to_be_accepted:
+        for near, far, _ in made.values():
+            peek = far.getsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF)
+            near.send(_DATA)
+            assert far.recv(len(_DATA)) == _DATA
+            if peek >= 0:  # what is read is subtracted from it
+                far.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, peek)
+        time.sleep(_QUIET)
     return {
         name: [
             {name_of(level, number): read(sock, level, number) for level in levels for number in numbers(level)}

@@ -113,8 +113,9 @@ static const uint64_t *key(void)
     static bool made;
     pthread_mutex_lock(&making);
     made = made || getrandom(words, sizeof words, GRND_NONBLOCK) == sizeof words;
+    const uint64_t *answer = made ? words : NULL;
     pthread_mutex_unlock(&making);
-    return made ? words : NULL;
+    return answer;
 }
 
 bool page_digests_compute(CUcontext context, CUstream stream, const CUdeviceptr *pages, struct digest *digests,

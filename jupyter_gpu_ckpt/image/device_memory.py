@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
@@ -22,7 +23,7 @@ from blake3 import blake3
 from ..errors import ImageDamaged
 from ..files import direct_io
 from ..files.atomic import flush
-from . import layout
+from . import layout, spill
 from .background_task import BackgroundTask
 from .manifest import FileEntry, Manifest
 
@@ -58,11 +59,8 @@ class Codec:
         manifest.  Raises `OSError`.
         """
         entry = FileEntry(len(chunk), blake3(chunk).hexdigest())
-        if self._claim is None or not self._claim(path.name, entry, path):
-            try:  # one file for both: the library writes to an extent only once
-                os.link(source, path)
-            except OSError:
-                self._write(path, chunk)
+        if (self._claim is None or not self._claim(path.name, entry, path)) and not _link(source, path):
+            self._write(path, chunk)
         return entry
 
     def _write(self, path: Path, chunk: memoryview) -> None:
@@ -78,16 +76,28 @@ class Codec:
     def load(self, path: Path, entry: FileEntry, chunk: memoryview, target: Path) -> bool:
         """Write the chunk in the file ``path`` to the new file ``target``; return False if it does not match ``entry``.
 
-        ``chunk``: a `direct_io.buffer` of its length, to be used for that.  Raises `OSError`.
+        It is linked, and only read, where both are on the same disk.  ``chunk``: a `direct_io.buffer` of its length, to
+        be used for that.  Raises `OSError`.
         """
         hash, size = blake3(), len(chunk)
+        linked = _link(path, target)
         for offset in range(0, size, _PIECE):
             length = min(_PIECE, size - offset)
             if len(piece := direct_io.read(path, chunk[:length], length, offset)) != length:
                 return False
             hash.update(piece)
-            direct_io.write(target, piece, length, offset=offset, size=size)
+            if not linked:
+                direct_io.write(target, piece, length, offset=offset, size=size)
         return entry == FileEntry(size, hash.hexdigest())
+
+
+def _link(source: Path, path: Path) -> bool:
+    """Make ``path`` the same file as ``source``, if they are on one disk: the library writes to none with two names."""
+    try:
+        os.link(source, path)
+    except OSError:
+        return False
+    return True
 
 
 def write(
@@ -170,6 +180,20 @@ def write_ahead(extents: int, directory: Path, cached: dict[str, FileEntry], sto
         del cached[name]
         (directory / name).unlink(missing_ok=True)
     return True
+
+
+@dataclass(frozen=True)
+class DeviceRead:
+    """Device memory that is being read from an image.  ``directory``: a new one beside the images, if it is there."""
+
+    task: BackgroundTask
+    directory: Path | None
+
+    def discard(self) -> None:
+        """Read no more, and remove what was read to the disk.  Never raises."""
+        self.task.cancel(wait_for_end=True)
+        if self.directory is not None:
+            spill.end(self.directory)
 
 
 def begin_read(

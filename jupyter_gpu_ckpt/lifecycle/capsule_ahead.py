@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ..capsule.capsule import Capsule, Ran
 from ..errors import GpuCkptError
 from ..image.background_task import BackgroundTask
+from ..image.device_memory import DeviceRead
 from ..image.image import Image
 from ..image.lease import Lease
 
@@ -52,13 +53,13 @@ class CapsuleAhead:
         self,
         image: Image,
         create: Callable[[], Capsule],
-        begin_read: Callable[[Capsule], BackgroundTask | None] = lambda _: None,
+        begin_read: Callable[[Capsule], DeviceRead | None] = lambda _: None,
         prepare: Callable[[], ProcessesAhead | None] = lambda: None,
     ) -> None:
         self._image = image.id
         self._capsule: Capsule | None = None
         #: Of device memory, of a capsule that was claimed; None: it was not begun.
-        self.reading: BackgroundTask | None = None
+        self.reading: DeviceRead | None = None
         #: Of a capsule that was claimed: the end of CRIU's restore of the processes in it, which are stopped.
         self.restored: Ran | None = None
         #: Whether processes are restored in it, or have been.
@@ -121,11 +122,11 @@ class CapsuleAhead:
         """End the capsule.  Never raises."""
         self.cancel()
         self._task.cancel(wait_for_end=True)
-        reading, self.reading = self.reading, None
-        if reading is not None:
-            reading.cancel(wait_for_end=True)
         if self._capsule is not None:
             self._capsule.close()
+        reading, self.reading = self.reading, None
+        if reading is not None:
+            reading.discard()
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.end()

@@ -29,6 +29,7 @@ from ..errors import CapsuleError, CapsuleGone, CriuError, GpuCkptError, KernelL
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
 from ..image.completion import Completion
+from ..image.device_memory import DeviceRead
 from ..image.draft import Draft
 from ..image.kept_files import KeptFile
 from ..image.lease import Lease
@@ -468,7 +469,7 @@ class Attempt:
     databases: list[dict[str, Any]] = field(default_factory=list)
     #: The capsule that is being filled; `KernelState.capsule` once the kernel is in it.
     restoring: Capsule | None = None
-    device_read: BackgroundTask | None = None
+    device_read: DeviceRead | None = None
     #: Whether the kernel runs without its children (`Capsule.attach_kernel`).
     alone: bool = False
     #: Of the branches of an image, to be restored (`branch.turn_to_restore`).

@@ -119,8 +119,9 @@ def dump(attempt: Attempt) -> None:
         cuda_processes.drop_zero_pages(kernel)
     bytes = host_memory.resident(kernel)  # device memory is host memory by now
     attempt.clocks = kernel.require_capsule().clocks()
-    if attempt.next_image is not None and kernel.ahead is None and host_memory.may_read_ahead(attempt.next_image):
-        restore.begin_to_go_back(kernel, attempt.next_image)
+    point = attempt.next_image
+    if point is not None and kernel.ahead is None and host_memory.may_read_ahead(kernel, point):
+        restore.begin_to_go_back(kernel, point)
     with attempt.traced.part("space"):
         needed = _needed(kernel, bytes)
     over, pause, evicted, tries = time.monotonic() + kernel.settings.pipes, 0.1, False, 1

@@ -25,7 +25,8 @@ def cancel(kernel: KernelState, reason: Reason) -> None:
         with contextlib.suppress(GpuCkptError):  # the kernel is ended all the same
             kernel.gate.cancel_prompt()
     if attempt is not None:
-        for task in (attempt.verification if ends else None, attempt.device_read):
+        reading = attempt.device_read
+        for task in (attempt.verification if ends else None, reading.task if reading is not None else None):
             if task is not None:
                 task.cancel()
     if (ahead := kernel.ahead) is not None:

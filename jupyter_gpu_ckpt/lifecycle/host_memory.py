@@ -11,9 +11,10 @@ from ..capsule.capsule import Capsule
 from ..errors import GpuCkptError, NoMemory
 from ..files.disk import mapped_errors
 from ..image import chunk_cache, device_memory, layout, spill
-from ..image.background_task import BackgroundTask
+from ..image.device_memory import DeviceRead
 from ..image.image import Image
 from ..image.manifest import Manifest
+from ..process import syscalls
 from ..units import size
 from . import cuda_processes, host_copies
 from .context import Attempt, KernelState, Reason
@@ -27,6 +28,9 @@ from .preflight import (
     read_process,
     unique_bytes,
 )
+
+#: ``statfs(2)`` of file systems in memory: tmpfs and ramfs.
+_IN_MEMORY = frozenset({0x01021994, 0x858458F6})
 
 
 def device_bytes(kernel: KernelState) -> dict[str, int]:
@@ -85,9 +89,18 @@ def choose_directory(kernel: KernelState, capsule: Capsule, bytes: int, kept: in
     store.prepare()
     if store.free() < bytes + MARGIN:
         chunk_cache.evict(store.root)
-    end_spill(kernel)
-    kernel.spill_directory = spill.begin(store.root, capsule.keep_fd)
-    return kernel.spill_directory
+    return begin_spill(kernel, capsule)
+
+
+def links_chunks(kernel: KernelState, *, encrypted: bool) -> bool:
+    """Return whether the chunks of an image can be read where they are: those of images that are in memory.
+
+    A link there is not copied, and takes no memory.  ``encrypted``: whether the image is.
+    """
+    try:
+        return not encrypted and syscalls.file_system(str(kernel.engine.store.root)) in _IN_MEMORY
+    except OSError:
+        return False
 
 
 def may_wait_for_disk(kernel: KernelState) -> bool:
@@ -112,26 +125,29 @@ def begin_read(
     directory: Path,
     codec: device_memory.Codec,
     target: Path | None = None,
-) -> BackgroundTask:
+) -> DeviceRead:
     """Begin to read an image's device memory, which is in ``directory``, into a capsule's host memory or ``target``.
 
-    Raises as `FastPath.create_extents`, and `RuntimeError` where no thread can be started.
+    ``target``: see `DeviceRead`.  Raises as `FastPath.create_extents`, and `RuntimeError` where there is no thread.
     """
     extents = kernel.fast_path(capsule).create_extents(target)
     try:
         chunks = device_memory.entries(manifest)
-        return device_memory.begin_read(extents, manifest.swapped_bytes, directory, chunks, codec)
+        task = device_memory.begin_read(extents, manifest.swapped_bytes, directory, chunks, codec)
+        return DeviceRead(task, target)
     finally:
         os.close(extents)
 
 
-def may_read_ahead(image: Image, beside: int = 0) -> bool:
+def may_read_ahead(kernel: KernelState, image: Image, beside: int = 0) -> bool:
     """Return whether an image has device memory that may be read into host memory while a kernel's own is there.
 
     ``beside``: bytes of that which are not there yet.  Not where memory would be short then.  An encrypted image is
     read when it is decrypted.
     """
     bytes = image.manifest.swapped_bytes
+    if bytes and links_chunks(kernel, encrypted=bool(image.manifest.encryption)):
+        return True
     free = available_memory() - bytes - beside
     return bytes > 0 and not image.manifest.encryption and free * RESERVED_PART >= all_memory()
 
@@ -150,26 +166,34 @@ def may_go_back_before_suspend(kernel: KernelState, image: Image) -> bool:
     if not image.manifest.swapped_bytes:
         return True
     with contextlib.suppress(GpuCkptError):  # the driver does not answer: the suspend says why
-        return may_read_ahead(image, sum(device_bytes(kernel).values()))
+        return may_read_ahead(kernel, image, sum(device_bytes(kernel).values()))
     return False
 
 
-def begin_read_ahead(kernel: KernelState, image: Image, capsule: Capsule) -> BackgroundTask | None:
-    """Begin to read an image's device memory while the kernel's own is in host memory, too.  Raises as `begin_read`.
+def begin_read_ahead(kernel: KernelState, image: Image, capsule: Capsule) -> DeviceRead | None:
+    """Begin to read an image's device memory while the kernel's own is in host memory, too.  None if that may not be.
 
-    None if that may not be.
+    Raises as `begin_read` and `spill.begin`.
     """
-    if not may_read_ahead(image):
+    if not may_read_ahead(kernel, image):
         return None
-    directory = image.path / layout.CRIU / layout.DEVICE
-    return begin_read(kernel, image.manifest, capsule, directory, device_memory.Codec())
+    target = None
+    if links_chunks(kernel, encrypted=False):
+        target = spill.begin(kernel.engine.store.root, capsule.keep_fd)
+    try:
+        directory = image.path / layout.CRIU / layout.DEVICE
+        return begin_read(kernel, image.manifest, capsule, directory, device_memory.Codec(), target)
+    except BaseException:
+        if target is not None:
+            spill.end(target)
+        raise
 
 
 def end_read(attempt: Attempt) -> None:
     """Read no more device memory for a restore.  Never raises."""
     reading, attempt.device_read = attempt.device_read, None
     if reading is not None:
-        reading.cancel(wait_for_end=True)
+        reading.task.cancel(wait_for_end=True)
 
 
 def require_read(attempt: Attempt) -> None:
@@ -182,8 +206,8 @@ def require_read(attempt: Attempt) -> None:
         spills = kernel.spill_directory is not None
         try:
             with mapped_errors(kernel.engine.store.root) if spills else contextlib.nullcontext():
-                complete = attempt.device_read.wait()
-            attempt.traced.parts["all_read"] = attempt.device_read.seconds  # most of it before this step
+                complete = attempt.device_read.task.wait()
+            attempt.traced.parts["all_read"] = attempt.device_read.task.seconds  # most of it before this step
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise NoMemory("The kernel's device memory does not fit into host memory.") from error
@@ -216,6 +240,13 @@ def spilled_bytes(kernel: KernelState) -> int:
     """Return the bytes of the kernel's allocations that are on the disk."""
     directory = kernel.spill_directory
     return sum(path.stat().st_size for path in directory.glob("*.img")) if directory is not None else 0
+
+
+def begin_spill(kernel: KernelState, capsule: Capsule) -> Path:
+    """Return a new directory for the kernel's allocations, beside the images.  Raises as `spill.begin`."""
+    end_spill(kernel)
+    kernel.spill_directory = spill.begin(kernel.engine.store.root, capsule.keep_fd)
+    return kernel.spill_directory
 
 
 def end_spill(kernel: KernelState) -> None:

@@ -217,7 +217,8 @@ def _criu_restore(attempt: Attempt) -> None:
     with attempt.traced.part("capsule"):
         capsule = ahead.claim(kernel.image, as_it_was=as_it_was) if ahead is not None else None
         capsule = capsule or home.create_capsule(kernel.image)
-    attempt.device_read = ahead.reading if ahead is not None else None
+    if ahead is not None and ahead.reading is not None:
+        attempt.device_read, kernel.spill_directory = ahead.reading, ahead.reading.directory
     stopped = ahead.restored if ahead is not None else None
     # Until the image is needed no more: a child may change files that it has open, and the next try would find them so.
     alone = not attempt.needs_children and _serves_clients(manifest, home)
@@ -404,13 +405,15 @@ def _begin_read(attempt: Attempt, capsule: Capsule, files: Readable) -> None:
         return
     if attempt.device_read is None:
         needed, target = int(manifest.fingerprint.get("memory", 0)), None
-        if not files.encrypted:
+        if host_memory.links_chunks(kernel, encrypted=files.encrypted):
+            target = host_memory.begin_spill(kernel, capsule)
+        elif not files.encrypted:
             target = host_memory.choose_directory(kernel, capsule, manifest.swapped_bytes, all=needed)
         attempt.device_read = host_memory.begin_read(
             kernel, manifest, capsule, files.device_directory, files.codec, target
         )
     if kernel.cancellation.reason >= Reason.DETACH:  # requested before there was something to stop
-        attempt.device_read.cancel()
+        attempt.device_read.task.cancel()
 
 
 @contextlib.contextmanager

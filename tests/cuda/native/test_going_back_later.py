@@ -149,7 +149,7 @@ def test_the_save_point_s_processes_and_its_device_memory_are_there_when_the_pre
         ahead = kernel.lifecycle.kernel.ahead
         if (event.kind, event.step) == ("started", "end_process"):
             until(lambda: ahead.restored, "the processes are restored")
-            assert ahead.reading.wait()
+            assert ahead.reading.task.wait()
             seen.append(ahead._capsule)
             assert kernel.path().host_memory_bytes() >= kernel.blocks, "the present state is there as well"
 

@@ -246,7 +246,8 @@ def test_the_processes_that_criu_restores_need_memory_as_well(kernel, monkeypatc
 
 def test_a_disk_that_is_full_as_it_comes_back(kernel, monkeypatch):
     kernel.lifecycle.checkpoint()
-    write = device_memory.direct_io.write
+    write, link = device_memory.direct_io.write, device_memory._link
+    monkeypatch.setattr(device_memory, "_link", lambda *_: False)  # a file system without hard links
 
     def full(path, *rest, **options) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -259,6 +260,12 @@ def test_a_disk_that_is_full_as_it_comes_back(kernel, monkeypatch):
         assert kernel.lifecycle.state is State.CHECKPOINTED
     monkeypatch.setattr(device_memory.direct_io, "write", write)
     kernel.lifecycle.wake()
+    kernel.runs_on()
+    monkeypatch.setattr(device_memory, "_link", link)
+    kernel.lifecycle.checkpoint()
+    monkeypatch.setattr(device_memory.direct_io, "write", full)
+    free_memory(monkeypatch, SMALL)
+    kernel.lifecycle.wake()  # the image has it, and nothing is copied
     kernel.runs_on()
 
 

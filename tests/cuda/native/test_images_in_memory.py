@@ -1,0 +1,245 @@
+"""Images in memory: device memory is not copied from them to host memory, but read where it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+from fast_kernel import CONTEXT, FastKernel, chunks
+from test_written_later import change, has
+
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.criu.criu import Criu
+from jupyter_gpu_ckpt.errors import CapsuleError, CriuError, GpuCkptError, ImageDamaged
+from jupyter_gpu_ckpt.files import direct_io
+from jupyter_gpu_ckpt.image import device_memory, save_point
+from jupyter_gpu_ckpt.image.encryption import Vault
+from jupyter_gpu_ckpt.image.image import Image
+from jupyter_gpu_ckpt.image.save_point import SavePoint
+from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.lifecycle import context, host_memory, preflight
+from jupyter_gpu_ckpt.lifecycle.capsule_ahead import CapsuleAhead
+from jupyter_gpu_ckpt.lifecycle.plans import State
+from jupyter_gpu_ckpt.process import syscalls
+
+THEN, NOW = 3, 9
+
+
+@pytest.fixture(autouse=True)
+def in_memory(tmp_path, monkeypatch):
+    """The disk of the tests stands for a file system in memory, which not every machine has space for."""
+    monkeypatch.setattr(host_memory, "_IN_MEMORY", {syscalls.file_system(str(tmp_path))})
+
+
+@pytest.fixture
+def kernel(fast_kernel) -> FastKernel:
+    return fast_kernel()
+
+
+def files_of(paths) -> dict[str, int]:
+    """Return the inodes of files by their names."""
+    return {path.name: path.stat().st_ino for path in paths}
+
+
+def spilled(kernel: FastKernel):
+    return sorted(kernel.store.root.glob(".draft-spill-*/*.img"))
+
+
+@pytest.fixture
+def swapped_in(kernel, monkeypatch) -> list[tuple[dict[str, int], int]]:
+    """Note what each swap in has: the files of allocations beside the images, and their bytes in host memory."""
+    seen, swap_in = [], context.FastPath.swap_in
+
+    def noted(path, **options) -> None:
+        seen.append((files_of(spilled(kernel)), path.host_memory_bytes()))
+        swap_in(path, **options)
+
+    monkeypatch.setattr(context.FastPath, "swap_in", noted)
+    return seen
+
+
+def copies(monkeypatch) -> list[str]:
+    """Return a list of the files that are written from now on."""
+    written, write = [], direct_io.write
+
+    def noted(path, *arguments, **options) -> None:
+        written.append(path.name)
+        write(path, *arguments, **options)
+
+    monkeypatch.setattr(direct_io, "write", noted)
+    return written
+
+
+def at_a_point(kernel: FastKernel) -> Image:
+    change(kernel, THEN)
+    point = kernel.lifecycle.save(SavePoint("point"))
+    change(kernel, NOW)
+    return point
+
+
+def runs(kernel: FastKernel, value: int) -> None:
+    """The kernel runs, and its largest allocation has this value."""
+    assert has(kernel, value)
+    assert kernel.lifecycle.state is State.RUNNING
+    assert kernel.path().amounts().swapped_out == 0
+    assert kernel.gate.serves
+
+
+def assert_nothing_left(kernel: FastKernel) -> None:
+    assert list(kernel.store.root.glob(".draft*spill*")) == []
+    assert kernel.lifecycle.kernel.spill_directory is None
+
+
+def test_a_wake_reads_the_image_s_own_files(kernel, swapped_in, monkeypatch):
+    for _ in range(2):
+        image = kernel.lifecycle.checkpoint()
+        its_files, written = files_of(chunks(image)), copies(monkeypatch)
+        kernel.lifecycle.wake()
+        (found, bytes) = swapped_in[-1]
+        assert its_files.items() <= found.items()
+        assert len(found) == -(-kernel.blocks // device_memory.CHUNK), "those of zeros, too"
+        assert (bytes, written) == (0, [])
+        kernel.runs_on()
+        assert_nothing_left(kernel)
+        assert not image.path.exists()
+    kernel.lifecycle.suspend()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_it_needs_no_host_memory(kernel, monkeypatch):
+    """Neither for the allocations nor for reading them while the present state is there."""
+    point = at_a_point(kernel)
+    enough = CONTEXT + preflight.MARGIN
+    monkeypatch.setattr(host_memory, "available_memory", lambda: enough)
+    monkeypatch.setattr(host_memory, "all_memory", lambda: 1 << 60)
+    assert host_memory.may_read_ahead(kernel.lifecycle.kernel, point)
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    runs(kernel, NOW)
+
+
+def test_going_back_leaves_both_states_as_they_are(kernel, swapped_in, monkeypatch):
+    """There and back, with other content on the GPU and other copies of it in between."""
+    monkeypatch.setattr(host_memory, "all_memory", lambda: 0)
+    point = at_a_point(kernel)
+    point_files = files_of(chunks(point))
+    for _ in range(2):
+        present = kernel.lifecycle.back("point")
+        assert point_files.items() <= swapped_in[-1][0].items()
+        runs(kernel, THEN)
+        kernel.runs_on()
+        assert_nothing_left(kernel)
+        change(kernel, 77)
+        kernel.lifecycle.suspend()
+        kernel.lifecycle.resume()
+        kernel.lifecycle.save(SavePoint(f"77 of {present.id}"))
+        for image in (point, present):
+            kernel.store.check(image)
+        assert files_of(chunks(point)) == point_files
+        kernel.lifecycle.back(save_point.of_image(present).name)
+        runs(kernel, NOW)
+
+
+def test_it_is_linked_beside_the_present_state(kernel, monkeypatch):
+    monkeypatch.setattr(host_memory, "all_memory", lambda: 0)
+    point, seen = at_a_point(kernel), []
+
+    def inspect(event) -> None:
+        ahead = kernel.lifecycle.kernel.ahead
+        if (event.kind, event.step) == ("started", "end_process"):
+            assert ahead.reading.task.wait()
+            seen.append(files_of(ahead.reading.directory.glob("*.img")))
+
+    kernel.lifecycle.trace.faults.append(inspect)
+    kernel.lifecycle.back("point")
+    assert files_of(chunks(point)).items() <= seen[0].items()
+    kernel.runs_on()
+
+
+@pytest.mark.parametrize("failing", ["the capsule", "the restore", "the claim", "the directory"])
+def test_what_was_begun_ahead_is_removed_where_it_is_of_no_use(kernel, monkeypatch, failing):
+    def refused(*_, **__) -> None:
+        raise CapsuleError("no")
+
+    def fails(*_, **__) -> None:
+        raise CriuError("It failed.")
+
+    claim = CapsuleAhead.claim
+    monkeypatch.setattr(host_memory, "all_memory", lambda: 0)
+    at_a_point(kernel)
+    with monkeypatch.context() as patch:
+        if failing == "the capsule":
+            patch.setattr(Capsule, "require_alive", refused)
+        elif failing == "the restore":
+            patch.setattr(Criu, "restore_stopped", fails)
+        elif failing == "the claim":
+            patch.setattr(CapsuleAhead, "claim", lambda ahead, image, as_it_was: claim(ahead, image, as_it_was=False))
+        else:
+            patch.setattr(Capsule, "keep_fd", refused)
+        with contextlib.suppress(GpuCkptError):
+            kernel.lifecycle.back("point")
+        assert_nothing_left(kernel)
+    if kernel.lifecycle.state is State.CHECKPOINTED:
+        kernel.lifecycle.wake()
+    kernel.driver.processes[kernel.pid] = kernel.fake
+    kernel.lifecycle.back("point")
+    runs(kernel, THEN)
+    assert_nothing_left(kernel)
+
+
+def test_a_checkpoint_that_fails_takes_it_away(kernel, monkeypatch):
+    monkeypatch.setattr(host_memory, "all_memory", lambda: 0)
+    at_a_point(kernel)
+
+    def fails(event) -> None:
+        if (event.kind, event.step) == ("started", "publish"):
+            raise CriuError("It failed.")
+
+    kernel.lifecycle.trace.faults.append(fails)
+    with pytest.raises(CriuError):
+        kernel.lifecycle.back("point")
+    runs(kernel, NOW)
+    assert_nothing_left(kernel)
+
+
+@pytest.mark.parametrize("verb", ["wake", "back"])
+def test_a_damaged_chunk_is_not_brought_to_life(kernel, monkeypatch, verb):
+    monkeypatch.setattr(host_memory, "all_memory", lambda: 0)
+    point = at_a_point(kernel)
+    image = kernel.lifecycle.checkpoint() if verb == "wake" else point
+    victim = chunks(image)[1]
+    content = victim.read_bytes()
+    os.chmod(victim, 0o600)
+    victim.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ImageDamaged):
+        kernel.lifecycle.wake() if verb == "wake" else kernel.lifecycle.back("point")
+    assert_nothing_left(kernel)
+    if verb == "wake":
+        victim.write_bytes(content)
+        kernel.lifecycle.wake()
+    else:
+        kernel.driver.processes[kernel.pid] = kernel.fake
+    runs(kernel, NOW)
+
+
+def test_encrypted_chunks_are_decrypted_into_host_memory(fast_kernel, tmp_path, monkeypatch):
+    monkeypatch.setenv("A_KEY", "ab" * 32)
+    kernel = fast_kernel(store=Store(tmp_path / "images", vault=Vault("env:A_KEY", tmp_path)))
+    kernel.lifecycle.checkpoint()
+    written = copies(monkeypatch)
+    kernel.lifecycle.wake()
+    assert len(written) >= 2
+    assert kernel.lifecycle.kernel.spill_directory is None
+    kernel.runs_on()
+
+
+def test_a_file_system_without_links_has_them_copied(kernel, swapped_in, monkeypatch):
+    image = kernel.lifecycle.checkpoint()
+    its_files = files_of(chunks(image))
+    monkeypatch.setattr(device_memory, "_link", lambda *_: False)
+    kernel.lifecycle.wake()
+    assert not its_files.items() & swapped_in[-1][0].items()
+    kernel.runs_on()
+    assert_nothing_left(kernel)

@@ -637,10 +637,7 @@ class FastPath:
         if self._cuda.state(pid) is CudaState.LOCKED:
             self._cuda.unlock(pid)
         try:
-            with self._library(timeout_s + wait_s) as library:
-                if library is None:
-                    raise _NoReply("The kernel's library for device memory cannot be reached.")
-                library.request(f"swap_in {round(wait_s * 1000)}" if wait_s else "swap_in", held)
+            self._request_swap_in(timeout_s, wait_s, held)
         except _NoReply as error:
             self._log_blocked_threads()
             raise _cuda_error(error) from error
@@ -649,6 +646,23 @@ class FastPath:
                 self._suspend_again(lock_s, timeout_s)
             raise _cuda_error(error) from error
         self._continue()
+
+    def swap_in_frozen(self, *, timeout_s: float) -> None:
+        """Bring all allocations back to the device, ``LOCKED -> RUNNING``; threads that are frozen stay so.
+
+        `swap_in` lets them run.  *After failure* the kernel must be ended, or `swap_in` be called.  Raises `CudaError`.
+        """
+        self._cuda.unlock(self._pid)
+        try:
+            self._request_swap_in(timeout_s)
+        except (_NoReply, _Refused) as error:
+            raise _cuda_error(error) from error
+
+    def _request_swap_in(self, timeout_s: float, wait_s: float = 0.0, held: HeldMemory | None = None) -> None:
+        with self._library(timeout_s + wait_s) as library:
+            if library is None:
+                raise _NoReply("The kernel's library for device memory cannot be reached.")
+            library.request(f"swap_in {round(wait_s * 1000)}" if wait_s else "swap_in", held)
 
     def _suspend_again(self, lock_s: float, timeout_s: float) -> None:
         """Have the driver suspend a kernel whose allocations could not be swapped in; the lock alone will do."""

@@ -551,6 +551,10 @@ class GpuSharing:
         with contextlib.suppress(OSError):  # then nobody comes early
             self._member.update(lambda p: replace(p, frees=begun and p.residence is Residence.LEAVING))
 
+    def is_alone(self) -> bool:
+        """Return whether no other kernel of this node shares GPUs now."""
+        return all(each.kernel == self.participant.kernel for each in self._exchange.participants)
+
     def _check(self) -> None:
         kernel = self._lifecycle.kernel
         kernel.cancellation.check(Reason.DETACH_SOON)

@@ -8,6 +8,7 @@ moment, which is no failure.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from ..cuda.fastpath import MUCH, SOCKET, Amounts, ChooseDirectory
 from ..cuda.held_memory import HeldMemory
 from ..errors import GpuCkptError
 from .context import KernelState
-from .preflight import read_process
+from .preflight import MARGIN, available_memory, read_process
 
 #: Seconds beyond the lock's own deadline after which a driver that does not answer is given up.
 _GRACE = 5.0
@@ -29,6 +30,9 @@ _GRACE = 5.0
 _LATE = 3.0
 #: How often processes that began to use CUDA during the lock of the others are locked, too.
 _ROUNDS = 5
+
+#: Seconds to suspend a process that is to be killed, and bytes a second at which the driver does it.
+_BEFORE_END, _DRIVERS_RATE = 5.0, 2.5e9
 
 #: The driver's states in which a process has its device memory on the GPU.
 ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
@@ -420,3 +424,28 @@ def _named(kernel: KernelState, pid: int, error: _E) -> _E:
 def _nccl_peers(pids: list[int]) -> errors.NcclPeers:
     message = f"The kernel's processes {', '.join(map(str, pids))} communicate by NCCL."
     return errors.NcclPeers(message, pids=pids)
+
+
+def suspend_before_end(kernel: KernelState, pids: Collection[int] | None = None) -> None:
+    """Suspend the CUDA state of processes that are to be killed, if that can be done in `_BEFORE_END` seconds.
+
+    ``pids``: by default all of the kernel's.  With a newer driver than those this project is made for, the end of a
+    living process that the driver had restored hung the host, and that of a suspended one did not (cuda-checkpoint's
+    issue 53).
+    """
+    cuda = kernel.engine.cuda
+
+    def suspend() -> None:
+        with suppress(GpuCkptError):
+            found = states(kernel) if pids is None else {pid: cuda.state(pid) for pid in pids}
+            for pid in [pid for pid, state in found.items() if state in ON_GPU]:
+                if found[pid] is CudaState.RUNNING:
+                    cuda.lock(pid, _BEFORE_END / 2)
+                bytes = sum(kernel.engine.gpus.used_by(pid).values())
+                fits = bytes + MARGIN < available_memory()
+                if fits and bytes < _BEFORE_END / 2 * _DRIVERS_RATE:
+                    cuda.checkpoint(pid, timeout_s=_BEFORE_END / 2)
+
+    thread = threading.Thread(target=suspend, name="gpu-ckpt-last-suspend", daemon=True)
+    thread.start()
+    thread.join(_BEFORE_END)  # a driver that does not answer keeps nobody from ending the kernel

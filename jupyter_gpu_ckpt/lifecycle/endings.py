@@ -11,7 +11,7 @@ import signal
 
 from ..capsule.capsule import Capsule
 from ..errors import GpuCkptError, ImageNotFound, KernelLost, StateError
-from . import completing, failures, host_memory, plans, restore, suspend
+from . import completing, cuda_processes, failures, host_memory, plans, restore, suspend
 from .context import KernelState, Reason
 from .plans import State
 from .steps import advance
@@ -42,7 +42,7 @@ def end_gently(kernel: KernelState) -> None:
     rests, state = kernel.machine.plan is None and kernel.image is None, kernel.machine.state
     if kernel.capsule is not None and rests and state in (State.RUNNING, State.SUSPENDED, State.OFF_GPU):
         if state is State.RUNNING and kernel.restored_on_gpu:
-            suspend.suspend_before_end(kernel)
+            cuda_processes.suspend_before_end(kernel)
         kernel.capsule.end()
 
 

@@ -16,6 +16,7 @@ from ..capsule.capsule import Capsule, Ran
 from ..criu import exclusive, images, open_file_locks, shared_pages, vmas
 from ..criu.criu import Restored
 from ..criu.exclusive import Exclusive
+from ..cuda.cuda import CudaState
 from ..errors import (
     CapsuleGone,
     CriuError,
@@ -27,6 +28,7 @@ from ..errors import (
 )
 from ..image import branch, device_memory, layout, links, shared_chunks
 from ..image.chunk_cache import ChunkCache
+from ..image.device_memory import DeviceRead
 from ..image.encryption import Readable
 from ..image.lease import MOMENT
 from ..image.manifest import Manifest
@@ -38,7 +40,7 @@ from ..node.match import Mismatch, accepted_files, require
 from ..terminal_text import printable
 from ..transfer import archive
 from ..transfer.remote import Remote
-from . import compatibility, completing, going_back, host_copies, host_memory
+from . import compatibility, completing, cuda_processes, going_back, host_copies, host_memory
 from .capsule_ahead import CapsuleAhead, ProcessesAhead
 from .context import MOVED, Attempt, Home, KernelState, Reason, Saved
 
@@ -51,7 +53,9 @@ def match(attempt: Attempt) -> None:
         kernel.image = completing.completed(kernel)
     store.require_private()  # before anything is done that a manifest says
     image = store.get(kernel.image.id)
-    ahead = kernel.ahead.hand_over(image) if kernel.ahead is not None else None
+    if kernel.ahead is not None and not kernel.ahead.is_of(image):  # its processes may have memory on the GPU
+        kernel.discard_ahead()
+    ahead = kernel.ahead.hand_over() if kernel.ahead is not None else None
     attempt.lease, attempt.verification = ahead or (image.lease(MOMENT), None)
     attempt.resources.callback(_end_lease, attempt)
     _begin_capsule(attempt, image)
@@ -219,7 +223,7 @@ def _criu_restore(attempt: Attempt) -> None:
         capsule = capsule or home.create_capsule(kernel.image)
     if ahead is not None and ahead.reading is not None:
         attempt.device_read, kernel.spill_directory = ahead.reading, ahead.reading.directory
-    stopped = ahead.restored if ahead is not None else None
+    stopped, resumed = (ahead.restored, ahead.resumed) if ahead is not None else (None, None)
     # Until the image is needed no more: a child may change files that it has open, and the next try would find them so.
     alone = not attempt.needs_children and _serves_clients(manifest, home)
     running: dict[str, Any] = {
@@ -237,7 +241,8 @@ def _criu_restore(attempt: Attempt) -> None:
                 restored = _restore(attempt, capsule, files, running)
             else:
                 _begin_read(attempt, capsule, files)
-                restored = kernel.engine.criu.run_restored(capsule, stopped, **running)
+                kernel.restored_on_gpu = resumed is not None
+                restored = resumed or kernel.engine.criu.run_restored(capsule, stopped, **running)
             with _writing(home.runtime_dir):
                 capsule.replace_other()
     except BaseException as error:
@@ -324,6 +329,14 @@ def _prepare_ahead(kernel: KernelState, image: Image) -> ProcessesAhead | None:
                 capsule, view, pid=manifest.pid, pipes=manifest.pipes, timeout=timeout
             )
 
+    def resume(capsule: Capsule, stopped: Ran, reading: DeviceRead | None) -> Restored:
+        if not verification.wait():
+            raise CriuError("The verification of the image was cancelled.")
+        options: dict[str, Any] = {"pid": manifest.pid, "freeze": True, "alone": True, "notes": manifest.notes}
+        restored = kernel.engine.criu.run_restored(capsule, stopped, **options)
+        _resume_ahead(kernel, manifest, capsule, reading)
+        return restored
+
     if manifest.encryption or image.archived or manifest.branched_from or noted.get("ports") or noted.get("sockets"):
         return None
     if links.may_consume(manifest) or any(databases.to_lock(files)) or not host_memory.may_restore_ahead(image):
@@ -333,10 +346,15 @@ def _prepare_ahead(kernel: KernelState, image: Image) -> ProcessesAhead | None:
     lease = image.lease()
     try:
         verification = store.begin_check(image)
-        ahead = ProcessesAhead(lease, verification, restore, is_still_true)
         own = kernel.home.unshared_sockets
         found = exclusive.find(directory, own, manifest.notes)
         twice = [each for each in found if each.kind not in ("connection", "semaphore")]
+        may_resume = _may_resume_ahead(kernel, manifest)
+
+        def suspend(capsule: Capsule) -> None:
+            cuda_processes.suspend_before_end(kernel, [capsule.host_pid] if capsule.host_pid else [])
+
+        ahead = ProcessesAhead(lease, verification, restore, is_still_true, resume if may_resume else None, suspend)
         if not (twice or images.ghost_names(directory)) and is_still_true():
             return ahead
         verification.cancel(wait_for_end=True)
@@ -345,6 +363,34 @@ def _prepare_ahead(kernel: KernelState, image: Image) -> ProcessesAhead | None:
         raise
     lease.release()
     return None
+
+
+def _may_resume_ahead(kernel: KernelState, manifest: Manifest) -> bool:
+    """Return whether CUDA state of an image may move to the GPU before the present state's processes have ended.
+
+    To the one where it was, if nobody else is admitted to what the present state leaves.
+    """
+    if len(manifest.device_bytes) != 1 or not manifest.swapped_bytes or not _serves_clients(manifest, kernel.home):
+        return False
+    alone = kernel.admission is None or kernel.admission.is_alone()
+    return alone and [gpu.uuid for gpu in kernel.engine.gpus.list()] == manifest.node_gpus
+
+
+def _resume_ahead(kernel: KernelState, manifest: Manifest, capsule: Capsule, reading: DeviceRead | None) -> None:
+    """Move the CUDA state of a process that was restored ahead to the GPU, while only the driver's threads run.
+
+    What is not done here `resume.cuda_resume` does.  Raises `GpuFull`, `CudaError`, and what the reading has raised.
+    """
+    cuda, pid = kernel.engine.cuda, capsule.host_pid
+    if capsule.processes() != [pid]:  # its children's comes first
+        return
+    deadline = kernel.deadline(sum(manifest.device_bytes.values()))
+    with kernel.engine.gpus.reservation(manifest.device_bytes, kernel.settings.reservation):
+        if cuda.state(pid) is not CudaState.CHECKPOINTED:
+            return
+        cuda.restore(pid, timeout_s=deadline)
+    if reading is not None and reading.task.wait():
+        kernel.fast_path(capsule).swap_in_frozen(timeout_s=deadline)
 
 
 def _make_directories_of_sockets(manifest: Manifest) -> None:

@@ -43,7 +43,7 @@ def reserve(attempt: Attempt) -> None:
         stays = attempt.held.bytes > 0
         drivers = None if stays else _drivers_part(kernel, needs)
         try:
-            elsewhere = not attempt.gpu_map and not stays
+            elsewhere = not attempt.gpu_map and not stays and not _ahead(kernel)
             admitted = kernel.admission.admit(needs, gpus, elsewhere=elsewhere, early=drivers is not None)
         except OSError as error:  # the directory that users share: then as without sharing
             _log.warning("Kernel %s cannot wait for a GPU: %s", kernel.home.kernel_id, error.strerror)
@@ -69,13 +69,18 @@ def _needs(attempt: Attempt) -> dict[str, int]:
     """Return the bytes that the kernel needs on each GPU of this node, beside those that are held there."""
     kernel, mapping = attempt.kernel, attempt.gpu_mapping or {}
     counted = kernel.saved.pids
-    there = cuda_processes.candidates(kernel) if kernel.capsule is not None else []
+    there = cuda_processes.candidates(kernel) if kernel.capsule is not None else _ahead(kernel)
     used = kernel.engine.gpus.used_by(*[pid for pid in there if counted is None or pid in counted])
     return {
         # A warm one still has its context there.
         mapping.get(uuid, uuid): max(0, bytes - used.get(uuid, 0) - attempt.held.bytes)
         for uuid, bytes in kernel.saved.device_bytes.items()
     }
+
+
+def _ahead(kernel: KernelState) -> list[int]:
+    """Return the host pids of processes that were restored ahead and have their context on the GPU already."""
+    return kernel.ahead.on_gpu() if kernel.ahead is not None else []
 
 
 def _drivers_part(kernel: KernelState, needs: Mapping[str, int]) -> int | None:
@@ -131,6 +136,8 @@ def cuda_resume(attempt: Attempt) -> None:
     if not kernel.saved.cuda:
         return
     attempt.traced.bytes = sum(kernel.saved.device_bytes.values())
+    if attempt.unwinding:  # what the present state goes back to would have its place on the GPU
+        kernel.discard_ahead()
     # An undo has no reservation yet, and without proof of free memory the driver could destroy the process.
     missing = attempt.unwinding and not _is_on_gpu(kernel)
     if kernel.admission is not None and not attempt.unwinding:

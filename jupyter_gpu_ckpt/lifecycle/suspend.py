@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -38,8 +37,6 @@ _LOCKS = 2
 _BEGINS, _LATE_ROUNDS = 2.0, 5
 #: Begins the hint of a refused checkpoint.
 _CAN_BE_SUSPENDED = "A suspend is possible."
-#: Seconds to suspend a process that is to be killed, and bytes a second at which the driver does it.
-_BEFORE_END, _DRIVERS_RATE = 5.0, 2.5e9
 
 
 def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFinding]:
@@ -324,6 +321,7 @@ def cuda_suspend(attempt: Attempt) -> None:
             refuse_device_files(kernel)
         saved.pids = frozenset(using)
         if not using:
+            _let_another_resume(kernel)
             return
         saved.device_bytes = gpus.used_by(*using)
         saved.node_gpus = [gpu.uuid for gpu in gpus.list()]
@@ -409,6 +407,13 @@ def cuda_suspend(attempt: Attempt) -> None:
         # needs proof of free memory: so the undo of this step inspects the process and completes the way back.
         raise PartlyDone(cuda=True) from error
     saved.cuda = True
+    _let_another_resume(kernel)
+
+
+def _let_another_resume(kernel: KernelState) -> None:
+    """Let the driver restore a state that the kernel goes back to: this one has left the GPU."""
+    if kernel.ahead is not None:
+        kernel.ahead.may_resume()
 
 
 def suspend_late(kernel: KernelState) -> None:
@@ -547,28 +552,3 @@ def request_agent(kernel: KernelState, verb: str, content: dict[str, Any]) -> di
         message = f"The agent could not {verb} the kernel: {reply.get('ename')}: {reply.get('evalue')}"
         raise errors.AgentError(message, traceback=reply.get("traceback", []))
     return reply
-
-
-# -- the end of a kernel
-
-
-def suspend_before_end(kernel: KernelState) -> None:
-    """Suspend the CUDA state of processes that are to be killed, if that can be done in `_BEFORE_END` seconds.
-
-    With a newer driver than those this project is made for, the end of a living process that the driver had restored
-    hung the host, and that of a suspended one did not (cuda-checkpoint's issue 53).
-    """
-    cuda = kernel.engine.cuda
-
-    def suspend() -> None:
-        with contextlib.suppress(GpuCkptError):
-            for pid in [pid for pid, state in cuda_processes.states(kernel).items() if state is CudaState.RUNNING]:
-                cuda.lock(pid, _BEFORE_END / 2)
-                bytes = sum(kernel.engine.gpus.used_by(pid).values())
-                fits = bytes + preflight.MARGIN < preflight.available_memory()
-                if fits and bytes < _BEFORE_END / 2 * _DRIVERS_RATE:
-                    cuda.checkpoint(pid, timeout_s=_BEFORE_END / 2)
-
-    thread = threading.Thread(target=suspend, name="gpu-ckpt-last-suspend", daemon=True)
-    thread.start()
-    thread.join(_BEFORE_END)  # a driver that does not answer keeps nobody from ending the kernel

@@ -795,7 +795,7 @@ def test_a_driver_that_refuses_keeps_nobody_from_ending_a_kernel(rig, op):
 def test_a_driver_that_does_not_answer_delays_the_end_of_a_kernel_for_a_moment_only(rig, monkeypatch):
     rig.cycle()
     pid, answer, over = rig.pid, rig.driver.call, threading.Event()
-    monkeypatch.setattr(suspend, "_BEFORE_END", 0.2)
+    monkeypatch.setattr(cuda_processes, "_BEFORE_END", 0.2)
     monkeypatch.setattr(rig.driver, "call", lambda *args, **more: over.wait(60) and answer(*args, **more))
     rig.lifecycle.terminate()
     assert alive([pid]) == []

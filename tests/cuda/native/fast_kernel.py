@@ -10,12 +10,15 @@ import glob
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fast_program import MIB, Program
 from gate_double import GateDouble
 
-from jupyter_gpu_ckpt.criu.criu import Criu
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.criu.criu import Criu, Restored
 from jupyter_gpu_ckpt.criu.install import dotted
 from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.image import layout
@@ -29,6 +32,19 @@ from jupyter_gpu_ckpt.trace import StepEvent, Trace
 
 A = "GPU-00000000-0000-0000-0000-00000000000a"
 CONTEXT = 8 * MIB
+
+
+class _Watched(Criu):
+    """CRIU that says which process it has let run, before the driver is asked about that."""
+
+    def __init__(self, argv: Sequence[str], restored: Callable[[int], object]) -> None:
+        super().__init__(argv)
+        self._restored = restored
+
+    def run_restored(self, capsule: Capsule, *arguments, **options) -> Restored:
+        done = super().run_restored(capsule, *arguments, **options)
+        self._restored(capsule.host_pid)
+        return done
 
 
 class FastKernel:
@@ -55,7 +71,9 @@ class FastKernel:
         self.program = Program(base, programs.library if preload else None, doubles, files=files)
         gpus = FakeGpus(self.driver, directory / "locks")
         self.store = store = store or Store(directory / "images")
-        engine = Engine(Criu(criu_binary.argv), dotted(criu_binary.version), FakeCuda(self.driver), gpus, store)
+        engine = Engine(
+            _Watched(criu_binary.argv, self._restored), dotted(criu_binary.version), FakeCuda(self.driver), gpus, store
+        )
         home = Home("k", "python3", base, has_agent=True)
         self.lifecycle = Lifecycle(
             home,
@@ -85,10 +103,13 @@ class FastKernel:
     def _follow(self, event: StepEvent) -> None:
         """The fake driver's process comes and goes with the real one."""
         if (event.kind, event.step) == ("completed", "end_process"):
-            self.driver.processes.clear()
+            there = self.driver.processes
+            self.driver.processes = {pid: there[pid] for pid in there if Path(f"/proc/{pid}").exists()}
         elif (event.kind, event.step) == ("completed", "criu_restore"):
-            self.fake.state, self.fake.memory = CHECKPOINTED, {A: CONTEXT}
-            self.driver.add(self.fake, self.pid)
+            self.fake = self.driver.processes[self.pid]
+
+    def _restored(self, pid: int) -> None:
+        self.driver.add(replace(self.fake, state=CHECKPOINTED, memory={A: CONTEXT}), pid)
 
     def runs_on(self) -> None:
         assert self.lifecycle.state is State.RUNNING

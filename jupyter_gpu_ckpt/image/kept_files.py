@@ -205,9 +205,9 @@ def put_back(path: str, file: KeptFile, directory: Path) -> None:
                 raise ImageDamaged(f"The copy of {path} is not what was saved.", path=path)
             with contextlib.suppress(PermissionError):  # only root can, who works in directories of others
                 os.fchown(made, file.owner, file.group)
-            os.fchmod(made, file.mode)
-            for name, value in (file.attributes or {}).items():
+            for name, value in (file.attributes or {}).items():  # before the mode, which may not allow it
                 os.setxattr(made, name, bytes.fromhex(value))
+            os.fchmod(made, file.mode)
             os.utime(made, ns=(file.mtime, file.mtime))
             os.fsync(made)  # else a power failure may leave a file without content
         draft.replace(target)

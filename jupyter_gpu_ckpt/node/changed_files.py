@@ -147,6 +147,12 @@ _IN_A_QUERY = (
 _WOULD_DAMAGE = (
     "The kernel is in a transaction that writes to it, and would damage what others wrote since. Put it back as it was."
 )
+# With a rollback journal it looks at the change counter only when it begins (pager.c: sqlite3PagerSharedLock), and then
+# writes old pages over new ones; in WAL mode it may not write (SQLITE_BUSY_SNAPSHOT).
+_WOULD_UNDO = (
+    "The kernel is in a transaction that reads it, and would undo what others wrote since as soon as it writes. Put it "
+    "back as it was."
+)
 
 
 def _other_content(path: str, was: Facts, now: Facts, judge: Judge) -> Iterator[Mismatch]:
@@ -198,6 +204,8 @@ def _judged(was: Facts, now: Facts, mapped: bool, judge: Judge) -> tuple[str, bo
         return CODE, True
     if was.get("transaction") == "write":
         return _WOULD_DAMAGE, True
+    if was.get("transaction") == "read" and not was.get("wal"):
+        return _WOULD_UNDO, True
     if _is_free_database(was, now):
         return _NOTICED, False
     if mapped:

@@ -330,16 +330,19 @@ async def test_a_kernel_in_a_transaction_wakes_when_nobody_came(subject):
     await continues(subject, path, 2)
 
 
-async def test_a_transaction_with_a_rollback_journal_is_not_accepted_either(subject):
+@pytest.mark.parametrize("transaction", [READS, WRITES], ids=["reads", "writes"])
+async def test_a_transaction_with_a_rollback_journal_is_not_accepted_either(subject, transaction):
+    """One that reads writes old pages over the new ones as soon as it writes, in silence."""
     path = subject.directory / "base"
-    elsewhere(path, "create table item (value integer)", "insert into item values (40)")
-    await subject.run(f"{KERNEL}\n{WRITES}")
+    elsewhere(path, "create table item (value integer)", *["insert into item values (40)"] * 3)
+    await subject.run(f"{KERNEL}\n{transaction}")
     await subject.provisioner.checkpoint()
     elsewhere(path, INSERT)
-    path.with_name("base-journal").touch()
+    if transaction is WRITES:
+        path.with_name("base-journal").touch()
     error = await subject.fails(lambda: subject.provisioner.restore(accept_changed_files=True), "FILE_CHANGED")
     assert error.details["culprit"] == str(path)
-    assert "would damage what others wrote" in error.hint
+    assert ("would undo what others wrote" if transaction is READS else "would damage what others wrote") in error.hint
     await subject.stays_away(error)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,10 +46,20 @@ def test_a_file_whose_times_prove_nothing_is_the_same_only_if_its_copy_is(tmp_pa
     assert kept_files.differs(str(path), kept)
 
 
-def test_a_file_that_is_put_back_has_the_extended_attributes_that_it_had(tmp_path):
+def test_a_file_that_is_put_back_has_the_extended_attributes_that_it_had(tmp_path, monkeypatch):
+    """Also one that nobody may write to, when none can be set any more."""
+
+    def as_a_user(file, *arguments) -> None:
+        if isinstance(file, int):
+            assert os.fstat(file).st_mode & stat.S_IWUSR
+        setxattr(file, *arguments)
+
+    setxattr = os.setxattr
+    monkeypatch.setattr(os, "setxattr", as_a_user)
     path = tmp_path / "file"
     path.write_text("as then")
     os.setxattr(path, "user.origin", b"measured\0")
+    path.chmod(0o400)
     files = kept_files.keep({str(path): {"writes": True}}, [], tmp_path / "kept", 100, 100)
     [facts] = kept_files.hashed(files, tmp_path / "kept").values()
     kept = kept_files.KeptFile(**json.loads(json.dumps(facts)))
@@ -58,6 +69,7 @@ def test_a_file_that_is_put_back_has_the_extended_attributes_that_it_had(tmp_pat
     path.unlink()
     kept_files.put_back(str(path), kept, tmp_path / "kept")
     assert os.getxattr(path, "user.origin") == b"measured\0"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o400
     assert not kept_files.differs(str(path), kept)
 
 

@@ -41,10 +41,15 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool, mode: i
         flush(path.parent)
 
 
-def remove_leftovers(path: Path) -> None:
-    """Remove temporary files of killed writers of ``path``; a write under way may fail with `FileNotFoundError`."""
-    for draft in path.parent.glob(f"{_prefix(path)}????????"):
+def remove_leftovers(path: Path) -> int:
+    """Remove temporary files of killed writers of ``path``; return their number.
+
+    A write under way may fail with `FileNotFoundError`.
+    """
+    drafts = [*path.parent.glob(f"{_prefix(path)}????????")]
+    for draft in drafts:
         draft.unlink(missing_ok=True)
+    return len(drafts)
 
 
 def _prefix(path: Path) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from blake3 import blake3
 
-from ..errors import BadRequest, ImageArchived, KeyUnusable, SavePointExists, SavePointNotFound
+from ..errors import BadRequest, KeyUnusable, SavePointExists, SavePointNotFound
 from ..files.atomic import flush, write_atomically
 from ..files.disk import mapped_errors
 from ..node.facts import file_facts, same_file
@@ -116,41 +116,51 @@ def _shown(variable: dict[str, Any] | None) -> dict[str, Any] | None:
 _PRIVATE = frozenset({"digest", "weak"})
 
 
-def of_sleep(store: Store, image: Image, point: SavePoint, notebook: bytes | None, most: int) -> Image:
-    """Make a save point of an image that its kernel has slept in, and return that; nothing of the image is copied.
+def of_sleep(
+    store: Store,
+    image: Image,
+    point: SavePoint,
+    notebook: bytes | None,
+    most: int,
+    replaced: Collection[str] | None = None,
+) -> Image:
+    """Make a save point of an image that its kernel sleeps in, and return that; nothing of the image is copied.
 
-    ``notebook``: its document, to be kept in it.  ``most``: as for `kept_files.keep`, of files that nobody has changed
-    since.  An encrypted image gets neither.  Raises `ImageArchived`, `ImageForged`, `ImageDamaged`, `ImageStale`,
-    `ImageBusy`, `KeyUnusable`, `StoreUnwritable`, `NoSpace`.
+    ``notebook``: its document, to be kept in it.  ``most``, ``replaced``: as for `kept_files.keep`, of files that
+    nobody has changed since.  An encrypted image gets neither.  Without ``replaced`` the kernel has ended, else it
+    sleeps in it on, also where this process is killed.  Raises `ImageArchived`, `ImageForged`, `ImageDamaged`,
+    `ImageStale`, `ImageBusy`, `KeyUnusable`, `StoreUnwritable`, `NoSpace`, `MissingFile`; the image is as it was then.
     """
-    with lease.acquire(image.path, remove=True), mapped_errors(store.root):
-        if image.archived:
-            raise ImageArchived("The content of the image is in the cold tier.", image=image.id)
-        manifest = verify.require_sealed(image.path, store.keys)
-        verify.require_tree(image.path, manifest)
-        store.generations.require_current(manifest)
+    with lease.acquire(image.path, remove=True, timeout=lease.MOMENT), mapped_errors(store.root):
+        manifest = store.require_files(image)
         files: dict[str, Any] = {}
-        if manifest.encryption is None:
-            manifest, files = _with_kept_files(image, manifest, notebook, most, store.free())
-        kept = Image(image.path, replace(manifest, save_point={**point.as_dict(), "files": files}))
-        write_atomically(image.path / layout.MANIFEST, kept.manifest.to_json(), durable=True)
-        verify.seal(image.path, store.keys.current())
+        with store.changing(image):
+            if manifest.encryption is None:
+                manifest, files = _with_kept_files(image, manifest, notebook, most, store.free(), replaced or ())
+            kept = Image(image.path, replace(manifest, save_point={**point.as_dict(), "files": files}))
+            if replaced is None:
+                kept.retire()
+            else:
+                kept.unretire()  # before it is a save point: the next server must know
+            flush(store.root)
+            verify.replace_manifest(image.path, kept.manifest.to_json(), store.keys)
         layout.mark(image.path, layout.RETIRED).unlink(missing_ok=True)
         kept.withdraw_claim()
         links.keep(kept.manifest)
-        links.remove_tracked(kept.manifest)  # as the end of an awake kernel does
+        if replaced is None:
+            links.remove_tracked(kept.manifest)  # as the end of an awake kernel does
     with contextlib.suppress(KeyUnusable):  # then the manifest of before, if it is put back, may go unnoticed
         store.generations.record_restored(manifest.kernel_id, manifest.generation)
     return kept
 
 
 def _with_kept_files(
-    image: Image, manifest: Manifest, notebook: bytes | None, most: int, free: int
+    image: Image, manifest: Manifest, notebook: bytes | None, most: int, free: int, replaced: Collection[str]
 ) -> tuple[Manifest, dict[str, Any]]:
     """Add the notebook and the files in use to an image; return its manifest, and the files as JSON objects."""
     noted, directory = manifest.fingerprint.get("files", {}), image.criu_directory / layout.KEPT
     unchanged = {path: was for path, was in noted.items() if _is_unchanged(path, was)}
-    found = kept_files.hashed(kept_files.keep(unchanged, [], directory, most, free), directory)
+    found = kept_files.hashed(kept_files.keep(unchanged, replaced, directory, most, free), directory)
     entries = dict(manifest.files)
     for facts in found.values():
         if facts["copy"]:
@@ -161,6 +171,8 @@ def _with_kept_files(
         directory.mkdir(mode=0o700, exist_ok=True)
         write_atomically(directory / layout.NOTEBOOK, notebook, durable=True)
         entries[_NOTEBOOK] = FileEntry(len(notebook), blake3(notebook).hexdigest())
+    for each in (directory, directory.parent) if directory.exists() else ():
+        flush(each)
     return replace(manifest, files=entries), found
 
 

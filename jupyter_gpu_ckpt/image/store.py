@@ -8,7 +8,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +48,8 @@ __all__ = ["Image", "Store"]
 
 T = TypeVar("T")
 
+#: Seconds to wait for a sweep that has come upon a lock.
+_SWEPT = 10.0
 #: Seconds for which an image whose fetch broke off waits for the next try.
 _INCOMING_KEPT = 7 * 86400.0
 
@@ -215,6 +217,33 @@ class Store:
         self._require_content(image)
         self._require_current(image, self._retry_after_sweep(lambda: verify.verify(image.path, self.keys, progress)))
 
+    def require_files(self, image: Image) -> Manifest:
+        """Do as `check`, but for the content of the image's files; return its manifest."""
+        self._require_content(image)
+
+        def check() -> Manifest:
+            manifest = verify.require_sealed(image.path, self.keys)
+            verify.require_tree(image.path, manifest)
+            return manifest
+
+        manifest = self._retry_after_sweep(check)
+        self._require_current(image, manifest)
+        return manifest
+
+    @contextlib.contextmanager
+    def changing(self, image: Image) -> Iterator[None]:
+        """Have what the body adds to a leased image removed unless its manifest lists it in the end.
+
+        Of a process that is killed a sweep does that.  Raises `ImageForged`, `OSError`.
+        """
+        lock = FileLock(self.root / f"{layout.DRAFT}{image.id}{layout.LOCK}", timeout=_SWEPT, mode=0o600)
+        with lock:
+            try:
+                yield
+            finally:
+                verify.remove_unlisted(image.path, self.keys)
+                Path(lock.lock_file).unlink()
+
     def begin_check(self, image: Image) -> BackgroundTask:
         """Do as `check` for a restore; the memory that CRIU only copies is verified in a background task.
 
@@ -377,7 +406,7 @@ class Store:
                 links.keep(image.manifest)
 
     def sweep(self) -> int:
-        """Remove drafts whose writer is gone; return their number.  Called when a server starts.
+        """Remove drafts whose writer is gone, and files of images; return their number.  Called when a server starts.
 
         Several servers may sweep at once.  A directory that others can enter is left alone: its drafts may be theirs.
         """
@@ -395,6 +424,9 @@ class Store:
             with contextlib.suppress(Timeout, OSError), lock:  # a writer has it before it makes its directory
                 journal = path.with_name(path.name + layout.LINKS)
                 published = self.root / path.name.removeprefix(layout.DRAFT)
+                if published.exists():
+                    with contextlib.suppress(GpuCkptError):
+                        swept += verify.remove_unlisted(published, self.keys)
                 if journal.exists() and published.exists():
                     self._keep_links(published.name)
                 elif journal.exists():

@@ -35,10 +35,10 @@ from blake3 import blake3
 
 from ..errors import ImageDamaged, ImageForged, ImageFormat
 from ..files import direct_io
-from ..files.atomic import write_atomically
+from ..files.atomic import remove_leftovers, write_atomically
 from .background_task import BackgroundTask
 from .keys import ALGORITHM, Key, Keyring
-from .layout import KEPT_FILES, MANIFEST, PAGES_FILES, RESERVED, SEAL, is_device_file, is_linkable
+from .layout import CRIU, KEPT, KEPT_FILES, MANIFEST, PAGES_FILES, RESERVED, SEAL, is_device_file, is_linkable
 from .manifest import MOST_BYTES, FileEntry, Manifest
 
 #: Called with the bytes of each block that was hashed, from the caller's thread.
@@ -65,6 +65,37 @@ def seal(path: Path, key: Key) -> None:
     """Write the seal of the manifest of the image at ``path``, durably.  Raises `OSError`."""
     text = json.dumps({"algorithm": ALGORITHM, "key": key.id, "mac": key.mac(read_manifest(path))})
     write_atomically(path / SEAL, text, durable=True)
+
+
+def replace_manifest(path: Path, text: str, keys: Keyring) -> None:
+    """Replace the manifest of the image at ``path``, and its seal, durably.  Whenever that breaks off, it is sealed.
+
+    Raises `OSError`, `KeyUnusable`.
+    """
+    key = keys.current()
+    facts = {"algorithm": ALGORITHM, "key": key.id, "mac": key.mac(read_manifest(path)), "next": key.mac(text.encode())}
+    write_atomically(path / SEAL, json.dumps(facts), durable=True)
+    write_atomically(path / MANIFEST, text, durable=True)
+    seal(path, key)
+
+
+def remove_unlisted(path: Path, keys: Keyring) -> int:
+    """Remove what a change of a published image that was cut short has left in it; return the number of files.
+
+    Those are drafts of its manifest, and copies of the user's files that the manifest does not list.  Raises as
+    `require_sealed`, `OSError`.
+    """
+    listed, kept = require_sealed(path, keys).files, path / CRIU / KEPT
+    removed = sum(remove_leftovers(path / name) for name in (MANIFEST, SEAL))
+    is_own = kept.is_dir() and kept.resolve() == path.resolve() / CRIU / KEPT  # no link led elsewhere
+    for copy in kept.iterdir() if is_own else ():
+        if str(copy.relative_to(path)) not in listed:
+            copy.unlink()
+            removed += 1
+    with contextlib.suppress(OSError):  # it is not there, or not empty
+        kept.rmdir()
+        removed += 1
+    return removed
 
 
 def verify(path: Path, keys: Keyring, progress: Progress | None = None) -> Manifest:
@@ -112,16 +143,17 @@ def _verify_seal(path: Path, text: bytes, keys: Keyring) -> None:
     try:
         seal = json.loads(_read_plain(path / SEAL, 4096))
         algorithm, id, mac = (seal[name] for name in ("algorithm", "key", "mac"))
+        macs = [mac, seal.get("next", mac)]
     except FileNotFoundError as error:
         raise ImageForged("The image is not sealed.", image=path.name) from error
     except (OSError, ImageFormat, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ImageForged("The image's seal cannot be read.", image=path.name) from error
-    if algorithm != ALGORITHM or not isinstance(id, str) or not isinstance(mac, str):
+    if algorithm != ALGORITHM or not isinstance(id, str) or not all(isinstance(mac, str) for mac in macs):
         raise ImageForged("The image's seal is of an unknown kind.", image=path.name)
     key = keys.get(id)
     if key is None:
         raise ImageForged("The image was sealed with a key that is not one of yours.", image=path.name)
-    if not hmac.compare_digest(key.mac(text).encode(), mac.encode(errors="replace")):
+    if not any(hmac.compare_digest(key.mac(text).encode(), mac.encode(errors="replace")) for mac in macs):
         raise ImageForged("The image's manifest is not the one that was sealed.", image=path.name)
 
 

@@ -32,7 +32,7 @@ from ..image.store import Store
 from ..node.match import require
 from ..node.mismatch import Mismatch
 from ..units import size
-from . import compatibility
+from . import compatibility, failures
 from .context import FilesChoice, KernelState
 
 #: Of files, and of what the present kernel may have itself, or the next steps find out.
@@ -60,7 +60,7 @@ def check(kernel: KernelState, point: Image, files: FilesChoice) -> list[str]:
     _require_known(point, files)
     if engine.store.free() < (needed := shared_chunks.divided_bytes(point)):
         message = f"Going back needs {size(needed)} in the image directory for a moment."
-        raise NoSpace(message, left="the kernel runs on", needed=needed)
+        raise NoSpace(message, left=failures.what_is_left(kernel), needed=needed)
 
     with point.lease(MOMENT):
         engine.store.begin_check(point).cancel(wait_for_end=True)  # the rest is verified as it is read
@@ -278,7 +278,8 @@ def put_files_back(image: Image, paths: Iterable[str], files: Readable, present:
         return
     if present is not None:
         with mapped_errors(present.path.parent):
-            write_atomically(layout.mark(present.path, layout.REPLACED), json.dumps(paths), durable=True)
+            noted = json.dumps(sorted({*replaced(present), *paths}))  # also of a try before that failed
+            write_atomically(layout.mark(present.path, layout.REPLACED), noted, durable=True)
     directory = files.criu_directory / layout.KEPT
     for path in paths:
         folder = Path(path).parent
@@ -312,6 +313,21 @@ def replaced(image: Image) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return {str(path): THEN for path in paths} if isinstance(paths, list) else {}
+
+
+def is_covered(store: Store, present: Image, then: Iterable[str]) -> bool:
+    """Return whether the image that a kernel sleeps in has, or can be given, the files ``then`` as they are now.
+
+    They are to be replaced; those that are not there need not be kept.
+    """
+    there = [path for path in then if os.path.lexists(path)]
+    if present.is_save_point:
+        kept = kept_files.of_image(present)
+        return all(path in kept and kept[path].kept and not kept_files.differs(path, kept[path]) for path in there)
+    if not there or present.manifest.encryption is not None:
+        return not there
+    changed = compatibility.file_mismatches(present.manifest, store, accept_changed_files=False)
+    return {each.path for each in changed}.isdisjoint(there)
 
 
 def automatic_name(why: str, images: Iterable[Image], kernel_id: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..capsule.capsule import ANSWER, Capsule
 from ..errors import CapsuleError, CapsuleGone, GpuCkptError, KernelSilent, StateError
-from ..image.save_point import SavePoint, find, require_free_name
+from ..image.save_point import SavePoint, find, of_sleep, require_free_name
 from ..image.store import Image
 from ..trace import Trace
 from . import compatibility, completing, dump, endings, failures, going_back, host_memory, plans, restore, resume
@@ -149,6 +149,8 @@ class Lifecycle:
     def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
         """Go back to the save point of this name.  The present state is saved first, as an automatic one: return that.
 
+        A kernel that sleeps is not woken for that: the image that it sleeps in becomes the save point, or is one.
+
         ``files``: what the kernel gets of files that differ.  ``notebook``: the present document.  After failure the
         kernel is in its present state, or asleep in it.  Raises `FilesDiffer` for files without a choice,
         `SavePointNotFound`.
@@ -157,27 +159,37 @@ class Lifecycle:
         with kernel.lock, contextlib.ExitStack() as stack:
             stack.callback(completing.end, kernel)
             stack.callback(kernel.discard_ahead)
+            asleep = restore.image_of_sleep(kernel)
             point = find(store.images(), self.home.kernel_id, name)
-            if self.state not in (State.RUNNING, State.DEAD):
+            if asleep is not None and asleep.id == point.id and files is None:
+                self._perform(Move.RESTORE, State.RUNNING)
+                return point
+            if self.state not in (State.RUNNING, State.CHECKPOINTED, State.DEAD):
                 self.wake()
             if point.archived:
                 with point.lease():
                     restore.fetch_content(kernel, point)
             then = going_back.check(kernel, point, files)
-            before_name = going_back.automatic_name("before going back", store.images(), self.home.kernel_id)
-            before = SavePoint(before_name, automatic=True)
-            options: dict[str, Any] = {"save_point": before, "notebook": notebook, "replaced": then}
-            self._perform(Move.CHECKPOINT, State.CHECKPOINTED, next_image=point, **options)
-            present = kernel.image
+            if asleep is not None and not going_back.is_covered(store, asleep, then):
+                self.wake()  # only a dump keeps the files that are replaced
+                asleep, then = None, going_back.check(kernel, point, files)
+            name = going_back.automatic_name("before going back", store.images(), self.home.kernel_id)
+            if asleep is None:
+                options: dict[str, Any] = {"save_point": SavePoint(name, automatic=True), "notebook": notebook}
+                self._perform(Move.CHECKPOINT, State.CHECKPOINTED, next_image=point, replaced=then, **options)
+            elif not asleep.is_save_point:
+                before, most = SavePoint(name, automatic=True, left_out=1), kernel.settings.kept_file_bytes
+                kernel.image = of_sleep(store, asleep, before, notebook, most, then)
+            present, kernel.image = kernel.image, point
             assert present is not None
-            kernel.image = point
             try:
                 self._perform(Move.RESTORE, State.RUNNING, files=files, present=present)
             except GpuCkptError as error:
                 if self.state is State.CHECKPOINTED:
                     kernel.image = present
-                    with contextlib.suppress(GpuCkptError):  # the next message tries again
-                        self._perform(Move.RESTORE, State.RUNNING)
+                    if asleep is None:
+                        with contextlib.suppress(GpuCkptError):  # the next message tries again
+                            self._perform(Move.RESTORE, State.RUNNING)
                     error.left = failures.what_is_left(kernel)
                 elif kernel.completion is not None:  # it was ended meanwhile
                     completing.begin_save_point(kernel, present)

@@ -43,6 +43,7 @@ from ..transfer.remote import Remote
 from . import compatibility, completing, cuda_processes, going_back, host_copies, host_memory
 from .capsule_ahead import CapsuleAhead, ProcessesAhead
 from .context import MOVED, Attempt, Home, KernelState, Reason, Saved
+from .plans import State
 
 
 def match(attempt: Attempt) -> None:
@@ -111,6 +112,22 @@ def _end_lease(attempt: Attempt) -> None:
         with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
             lease.withdraw_claim()
     lease.release()
+
+
+def image_of_sleep(kernel: KernelState) -> Image | None:
+    """Return the image that the kernel sleeps in, complete and here; None for one that does not sleep.
+
+    Raises as a wake does where it is not this kernel's to restore, or cannot be here.
+    """
+    if kernel.machine.state is not State.CHECKPOINTED:
+        return None
+    if kernel.completion is not None:
+        kernel.image = completing.completed(kernel)
+    assert kernel.image is not None
+    with kernel.image.lease(MOMENT):
+        if kernel.image.archived:
+            fetch_content(kernel, kernel.image)
+    return kernel.image
 
 
 def fetch_content(kernel: KernelState, image: Image) -> None:

@@ -17,6 +17,8 @@ from ..lifecycle.preflight import require
 from . import models, notebooks
 from .base_handler import Handler
 
+_BACK = "the kernel is back at it"
+
 
 class SaveHandler(Handler):
     """``kernels/<id>/save``: begin to make a save point; 202 with the job."""
@@ -80,10 +82,13 @@ class BackHandler(Handler):
         before = await provisioner.back(name, files, present)
         error = None
         try:
+            if before.path.exists() and await asyncio.to_thread(save_point.notebook, store, before) != present:
+                # The image that the kernel slept in is encrypted, or was a save point already.
+                raise NotebookNotReplaced("The state before was saved without this notebook.", left=_BACK)
             if wanted is None:  # its content was in the cold tier until now
                 wanted = await asyncio.to_thread(save_point.notebook, store, point)
             if wanted is None:
-                raise NotebookNotReplaced("The save point has no notebook.", left="the kernel is back at it")
+                raise NotebookNotReplaced("The save point has no notebook.", left=_BACK)
             await notebooks.replace(self.serverapp, path, present, wanted)
         except Exception as failure:  # the kernel is back all the same
             error = GpuCkptError.from_exception(failure).as_dict()

@@ -43,24 +43,27 @@ PLANS = {
 POINTS = [
     (verb, step.value, edge) for verb, plan in PLANS.items() for step in plan.steps for edge in ("started", "completed")
 ]
-#: The same of save points: a kernel that goes back is checkpointed, and restored from another image.
+#: The same of save points: a kernel that goes back is checkpointed, unless it sleeps, and restored from another image.
 SAVE_POINTS = [
     (verb, step.value, edge)
     for verb, steps in {
         "save": plans.PLANS[State.RUNNING, plans.Move.SAVE].steps,
         "back": [step for plan in PLANS.values() for step in plan.steps],
+        "back asleep": PLANS["restore"].steps,
     }.items()
     for step in steps
     for edge in ("started", "completed")
 ]
 #: Moments at which a kernel that goes back has a second capsule.
 TWO_CAPSULES = [("back", "publish", "completed"), ("back", "match", "completed")]
+#: Moments at which the image that it slept in is a save point.
+ASLEEP = [("back asleep", "match", "started"), ("back asleep", "criu_restore", "completed")]
 SEED = 20
 
 
 def test_every_step_of_each_verb_is_a_point():
     assert len(POINTS) == 36
-    assert len(SAVE_POINTS) == 28 + 36
+    assert len(SAVE_POINTS) == 28 + 36 + 18
 
 
 class Chain:
@@ -121,7 +124,7 @@ def chain(tmp_path, runtime_base, criu_binary):
     [
         pytest.param(random.Random(SEED).sample(POINTS, 6), id="six", marks=pytest.mark.timeout(300)),
         pytest.param(
-            [*random.Random(SEED).sample(SAVE_POINTS, 3), *TWO_CAPSULES],
+            [*random.Random(SEED).sample(SAVE_POINTS, 3), *TWO_CAPSULES, *ASLEEP],
             id="save points",
             marks=pytest.mark.timeout(300),
         ),

@@ -59,13 +59,16 @@ async def main(directory: Path, base: Path, verb: str, step: str, edge: str) -> 
             print("dying", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    arguments = [f"point {expected}"] if verb in ("save", "back") else []
-    if verb == "back":
+    method = "back" if verb == "back asleep" else verb
+    arguments = [f"point {expected}"] if method in ("save", "back") else []
+    if method == "back":
         await kernel.provisioner.save(*arguments)
         await kernel.run("present = True")
+    if verb == "back asleep":
+        await kernel.provisioner.checkpoint()
     if verb:
         kernel.provisioner.sinks.append(die)
-        await getattr(kernel.provisioner, verb)(*arguments)
+        await getattr(kernel.provisioner, method)(*arguments)
         print("alive", flush=True)
     client.stop_channels()
 

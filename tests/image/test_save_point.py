@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from jupyter_gpu_ckpt.errors import (
     ImageArchived,
     ImageForged,
     ImageStale,
+    NoSpace,
     SavePointExists,
     SavePointNotFound,
 )
@@ -89,6 +93,71 @@ def test_an_image_that_a_kernel_slept_in_becomes_a_save_point(store):
     (image.path / layout.SEAL).write_bytes(seal)
     with pytest.raises(ImageStale):
         store.generations.require_current(store.get(image.id).manifest)
+
+
+def sleeping(store, tmp_path: Path) -> tuple[Image, Path]:
+    """An image with a file that its kernel has open for writing."""
+    log = tmp_path / "log"
+    log.write_text("as it was when the kernel fell asleep")
+    facts = file_facts(str(log))
+    return publish(store, generation=1, fingerprint={"files": {str(log): {**(facts or {}), "writes": True}}}), log
+
+
+def test_an_image_that_a_kernel_sleeps_in_on_is_a_save_point_that_the_next_server_attaches(store, tmp_path):
+    image, log = sleeping(store, tmp_path)
+    made = save_point.of_sleep(store, image, POINT, b"{}", 0, [str(log), str(tmp_path / "gone")])
+    assert (made.id, save_point.of_image(made), made.retired) == (image.id, POINT, False)
+    assert [*kept_files.of_image(made)] == [str(log)], "what is to be replaced is kept, whatever it costs"
+    store.check(made)
+    made.lease().release()
+    made.retire()
+    assert save_point.of_kernel(store.images(), FACTS.kernel_id) == {POINT.name: made}
+
+
+def test_a_file_that_cannot_be_kept_leaves_the_image_as_it_was(store, tmp_path, monkeypatch):
+    image, log = sleeping(store, tmp_path)
+    monkeypatch.setattr(clone, "copy", lambda *_: None)
+    with pytest.raises(NoSpace):
+        save_point.of_sleep(store, image, POINT, b"{}", 0, [str(log)])
+    store.check(store.get(image.id))
+    assert not image.retired
+
+
+def test_a_process_that_is_killed_as_an_image_becomes_a_save_point_leaves_one_that_its_kernel_sleeps_in(
+    store, tmp_path
+):
+    """Before each file that it opens for writing, makes, renames or removes, and behind the last of them."""
+    reached = set()
+    for moment in itertools.count():
+        image, log = sleeping(store, tmp_path)
+        if (pid := os.fork()) == 0:
+            moments = itertools.count()
+
+            def die(event: str, facts: tuple, moment=moment, moments=moments) -> None:
+                writes = event == "open" and facts[2] & (os.O_WRONLY | os.O_RDWR)
+                changes = writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link")
+                if changes and next(moments) == moment:
+                    os._exit(9)
+
+            sys.addaudithook(die)
+            save_point.of_sleep(store, image, POINT, b"{}", 0, [str(log)])
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        store.check(left := store.get(image.id))
+        assert not left.retired, moment
+        left.lease().release()
+        reached.add(left.is_save_point)
+        if not left.is_save_point:  # and it can become one after that
+            left = save_point.of_sleep(store, left, POINT, b"{}", 0, [str(log)])
+            store.check(left)
+        assert kept_files.of_image(left)[str(log)].kept
+        store.remove(left)
+        store.forget(FACTS.kernel_id)
+        shutil.rmtree(store.generations.directory)  # each is another kernel's
+        if status == 0:
+            break
+    assert reached == {False, True}
+    assert moment > 20
 
 
 def test_an_image_that_another_wrote_or_that_lies_elsewhere_becomes_none(store):

@@ -306,7 +306,7 @@ async def test_a_kernel_goes_back_and_forth_under_its_id_while_its_clients_stay_
     await kernel.provisioner.back(facts.name)
     assert await kernel.run("print(x, y)") == "2 5"
     await kernel.provisioner.checkpoint()
-    await kernel.provisioner.back("one")  # a sleeping kernel wakes for it
+    await kernel.provisioner.back("one")
     assert await kernel.run("print(x)") == "1"
     with pytest.raises(SavePointNotFound, match="'two'"):
         await kernel.provisioner.back("two")

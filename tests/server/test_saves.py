@@ -9,12 +9,16 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+from images import publish
 from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
 from live import server, until
 from tornado.web import HTTPError
 
 from jupyter_gpu_ckpt.errors import NotebookNotReplaced
+from jupyter_gpu_ckpt.image import save_point
+from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.server import notebooks
+from jupyter_gpu_ckpt.server.save_points import BackHandler
 
 #: Where a file ``meddle`` is, another program changes each notebook right after it was read.
 CONFIG = """
@@ -162,6 +166,47 @@ def test_the_notebook_goes_back_with_its_kernel_and_so_does_its_undo(living, ker
     undone = living.do(kernel_id, "back", {"name": done["result"]["name"], **request})
     assert (undone["status"], undone["result"]["notebook"]) == ("done", "book.ipynb")
     assert (living.run(kernel_id, "print(z)"), sources()) == ("now", ["print(42)", "z = 'now'"])
+
+
+def test_a_kernel_that_sleeps_goes_back_with_its_notebook_and_without_a_wake(living, kernel_id):
+    living.run(kernel_id, "z = 'then'")
+    assert living.do(kernel_id, "save", {"name": "awake"})["status"] == "done"
+    living.run(kernel_id, "z = 'now'")
+    assert living.do(kernel_id, "checkpoint")["status"] == "done"
+    image = living.ask("GET", f"gpu-ckpt/kernels/{kernel_id}").json()["image"]
+    request = {"files": "then", "notebook": True}
+    done = living.do(kernel_id, "back", {"name": "awake", **request})
+    assert (done["status"], done["result"]["image"], done["result"]["asleep"]) == ("done", image, False)
+    assert (done["result"]["automatic"], done["result"]["notebook"]) == (True, "book.ipynb")
+    assert living.run(kernel_id, "print(z)") == "then"
+    undone = living.do(kernel_id, "back", {"name": done["result"]["name"], **request})
+    assert (undone["status"], undone["result"]["notebook"]) == ("done", "book.ipynb")
+    assert living.run(kernel_id, "print(z)") == "now"
+
+
+@pytest.mark.parametrize(("kept", "is_replaced"), [(b"now", True), (b"of another time", False), (None, False)])
+async def test_a_notebook_that_the_state_before_was_saved_without_stays(store, monkeypatch, kept, is_replaced):
+    """Keep what nothing else has: the image that the kernel slept in is encrypted, or was a save point already."""
+    before, point = (
+        save_point.of_sleep(store, publish(store, generation=number), SavePoint(f"{number}"), document, 0)
+        for number, document in enumerate((kept, b"then"), 1)
+    )
+    replaced = []
+
+    async def found(*_: object) -> object:
+        return ("book.ipynb", b"now")
+
+    async def back(*_: object) -> object:
+        return before
+
+    async def replace(_: object, *facts: object) -> None:
+        replaced.append(facts)
+
+    monkeypatch.setattr(notebooks, "replace", replace)
+    handler = SimpleNamespace(app=SimpleNamespace(store=store), _require_notebooks=found, serverapp=None)
+    result = await BackHandler._back_with_notebook(handler, SimpleNamespace(back=back), "point", None, point)
+    assert replaced == ([("book.ipynb", b"now", b"then")] if is_replaced else [])
+    assert (result["notebook_error"] or {}).get("code") == (None if is_replaced else "NOTEBOOK_NOT_REPLACED")
 
 
 def test_a_notebook_that_is_missing_or_changed_meanwhile_is_not_replaced(living, kernel_id):

@@ -28,6 +28,8 @@ class Trackers:
     def __init__(self) -> None:
         #: Count by kind and name: loky counts the users of a resource.
         self._registered: dict[tuple[str, str], int] = {}
+        #: Kinds and names that the present trackers do not know, as `forget` has ended those that did.
+        self._forgotten: set[tuple[str, str]] = set()
         self._unwatched: Any = None
 
     def watch(self) -> None:
@@ -37,6 +39,8 @@ class Trackers:
         send = self._unwatched = ResourceTracker._send  # type: ignore[attr-defined]
 
         def send_and_record(tracker: Any, command: str, name: str, kind: str, *more: Any) -> Any:
+            if command != "REGISTER" and (kind, name) in self._forgotten - self._registered.keys():
+                return None  # the tracker would print an error
             sent = send(tracker, command, name, kind, *more)
             self._record(command, name, kind)
             return sent
@@ -56,6 +60,7 @@ class Trackers:
 
         One is started again as soon as something is registered.
         """
+        self._forgotten |= self._registered.keys()
         self._registered.clear()
         for name, module in list(sys.modules.items()):
             tracker = getattr(module, "_resource_tracker", None) if name.endswith(".resource_tracker") else None

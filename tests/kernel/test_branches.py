@@ -379,6 +379,27 @@ async def test_what_a_branch_would_remove_at_its_end_is_left_to_the_other_kernel
     assert await kernel.run("print(*map(os.path.exists, paths))") == "False False False"
 
 
+async def test_a_branch_unlinks_memory_that_both_have_and_its_new_tracker_knows_its_own(kernel, tmp_path):
+    """A tracker prints an error for a name that it does not know, and removes what it knows."""
+    await kernel.run("from multiprocessing import resource_tracker, shared_memory")
+    await kernel.run("memory = shared_memory.SharedMemory(create=True, size=9)")
+    image = await kernel.provisioner.save("point")
+    async with branch_of(image.id, kernel, tmp_path / "branch") as branch:
+        await branch.run("own = shared_memory.SharedMemory(create=True, size=9); sent = []")
+        # Its errors go where nobody reads them, so what is written to it counts.
+        await branch.run(
+            "import os; write = os.write\n"
+            "def note(fd, text):\n"
+            "    if fd == resource_tracker._resource_tracker._fd: sent.append(text.decode())\n"
+            "    return write(fd, text)\n"
+            "os.write = note; name = memory.name"
+        )
+        await branch.run("memory.close(); memory.unlink(); own.close(); own.unlink()")
+        await branch.run("again = shared_memory.SharedMemory(name, create=True, size=9); again.close(); again.unlink()")
+        unregistered = await branch.run("print([each.split(':')[1] for each in sent if each.startswith('UNREGISTER')])")
+        assert unregistered == await branch.run("print([own._name, again._name])")
+
+
 async def test_keys_of_the_cryptography_package_are_not_the_same_in_both_kernels(kernel, tmp_path):
     """A copy of OpenSSL is linked into its own library."""
     await kernel.run(

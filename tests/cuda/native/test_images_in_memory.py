@@ -8,6 +8,7 @@ import os
 import pytest
 from fast_kernel import CONTEXT, FastKernel, chunks
 from test_written_later import change, has
+from waiting import until
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.criu.criu import Criu
@@ -49,13 +50,13 @@ def spilled(kernel: FastKernel):
 @pytest.fixture
 def swapped_in(kernel, monkeypatch) -> list[tuple[dict[str, int], int]]:
     """Note what each swap in has: the files of allocations beside the images, and their bytes in host memory."""
-    seen, swap_in = [], context.FastPath.swap_in
+    seen, swap_in = [], context.FastPath._request_swap_in
 
-    def noted(path, **options) -> None:
+    def noted(path, *arguments) -> None:
         seen.append((files_of(spilled(kernel)), path.host_memory_bytes()))
-        swap_in(path, **options)
+        swap_in(path, *arguments)
 
-    monkeypatch.setattr(context.FastPath, "swap_in", noted)
+    monkeypatch.setattr(context.FastPath, "_request_swap_in", noted)
     return seen
 
 
@@ -148,7 +149,8 @@ def test_it_is_linked_beside_the_present_state(kernel, monkeypatch):
 
     def inspect(event) -> None:
         ahead = kernel.lifecycle.kernel.ahead
-        if (event.kind, event.step) == ("started", "end_process"):
+        if (event.kind, event.step) == ("started", "cuda_suspend"):
+            until(lambda: ahead.reading is not None, "it is being read")
             assert ahead.reading.task.wait()
             seen.append(files_of(ahead.reading.directory.glob("*.img")))
 

@@ -245,6 +245,8 @@ def test_a_kernel_that_goes_meanwhile_leaves_no_process(kernel, how):
     at(kernel, "started", "dump" if how == "ended" else "cuda_suspend", goes)
     with pytest.raises(GpuCkptError):
         kernel.lifecycle.back("point")
+    if how == "detached":  # its next owner ends it
+        Capsule.attach(kernel.lifecycle.home.runtime_dir).close()
     [capsule] = capsules
     until(lambda: not capsule.processes() or not Path(f"/proc/{capsule.processes()[0]}").exists(), "it has ended")
     assert kernel.lifecycle.kernel.ahead is None

@@ -109,7 +109,11 @@ class FastKernel:
             self.fake = self.driver.processes[self.pid]
 
     def _restored(self, pid: int) -> None:
-        self.driver.add(replace(self.fake, state=CHECKPOINTED, memory={A: CONTEXT}), pid)
+        fake = self.fake
+        if any(fake is each for each in self.driver.processes.values()):  # of the state that it goes back from
+            fake = replace(fake)
+        fake.state, fake.memory = CHECKPOINTED, {A: CONTEXT}
+        self.driver.add(fake, pid)
 
     def runs_on(self) -> None:
         assert self.lifecycle.state is State.RUNNING

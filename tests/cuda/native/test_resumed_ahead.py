@@ -231,7 +231,7 @@ def test_what_is_not_restored_ahead(kernel, change):
 @pytest.mark.parametrize("how", ["ended", "detached"])
 def test_a_kernel_that_goes_meanwhile_leaves_no_process(kernel, how):
     """Ended when it is on the GPU again, or given up by its server before that."""
-    capsules = []
+    capsules, going = [], []
 
     def goes() -> None:
         ahead = kernel.lifecycle.kernel.ahead
@@ -239,12 +239,14 @@ def test_a_kernel_that_goes_meanwhile_leaves_no_process(kernel, how):
             ahead.on_gpu()
         until(lambda: ahead.restored, "the processes are restored")
         capsules.append(ahead._capsule)
-        threading.Thread(target=getattr(kernel.lifecycle, "terminate" if how == "ended" else "detach")).start()
+        going.append(threading.Thread(target=kernel.lifecycle.terminate if how == "ended" else kernel.lifecycle.detach))
+        going[0].start()
         until(lambda: kernel.lifecycle.kernel.cancellation.reason is not Reason.NONE, "it is requested")
 
     at(kernel, "started", "dump" if how == "ended" else "cuda_suspend", goes)
     with pytest.raises(GpuCkptError):
         kernel.lifecycle.back("point")
+    going[0].join(60)
     if how == "detached":  # its next owner ends it
         Capsule.attach(kernel.lifecycle.home.runtime_dir).close()
     [capsule] = capsules

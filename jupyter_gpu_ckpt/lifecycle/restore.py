@@ -354,6 +354,9 @@ def _prepare_ahead(kernel: KernelState, image: Image) -> ProcessesAhead | None:
         _resume_ahead(kernel, manifest, capsule, reading)
         return restored
 
+    def suspend(capsule: Capsule) -> None:
+        cuda_processes.suspend_before_end(kernel, [capsule.host_pid] if capsule.host_pid else [])
+
     if manifest.encryption or image.archived or manifest.branched_from or noted.get("ports") or noted.get("sockets"):
         return None
     if links.may_consume(manifest) or any(databases.to_lock(files)) or not host_memory.may_restore_ahead(image):
@@ -366,14 +369,9 @@ def _prepare_ahead(kernel: KernelState, image: Image) -> ProcessesAhead | None:
         own = kernel.home.unshared_sockets
         found = exclusive.find(directory, own, manifest.notes)
         twice = [each for each in found if each.kind not in ("connection", "semaphore")]
-        may_resume = _may_resume_ahead(kernel, manifest)
-
-        def suspend(capsule: Capsule) -> None:
-            cuda_processes.suspend_before_end(kernel, [capsule.host_pid] if capsule.host_pid else [])
-
-        ahead = ProcessesAhead(lease, verification, restore, is_still_true, resume if may_resume else None, suspend)
         if not (twice or images.ghost_names(directory)) and is_still_true():
-            return ahead
+            may_resume = resume if _may_resume_ahead(kernel, manifest) else None
+            return ProcessesAhead(lease, verification, restore, is_still_true, may_resume, suspend)
         verification.cancel(wait_for_end=True)
     except BaseException:
         lease.release()

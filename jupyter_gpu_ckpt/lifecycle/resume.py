@@ -43,7 +43,7 @@ def reserve(attempt: Attempt) -> None:
         stays = attempt.held.bytes > 0
         drivers = None if stays else _drivers_part(kernel, needs)
         try:
-            elsewhere = not attempt.gpu_map and not stays and not _ahead(kernel)
+            elsewhere = not attempt.gpu_map and not stays and not _pids_ahead(kernel)
             admitted = kernel.admission.admit(needs, gpus, elsewhere=elsewhere, early=drivers is not None)
         except OSError as error:  # the directory that users share: then as without sharing
             _log.warning("Kernel %s cannot wait for a GPU: %s", kernel.home.kernel_id, error.strerror)
@@ -69,7 +69,7 @@ def _needs(attempt: Attempt) -> dict[str, int]:
     """Return the bytes that the kernel needs on each GPU of this node, beside those that are held there."""
     kernel, mapping = attempt.kernel, attempt.gpu_mapping or {}
     counted = kernel.saved.pids
-    there = cuda_processes.candidates(kernel) if kernel.capsule is not None else _ahead(kernel)
+    there = cuda_processes.candidates(kernel) if kernel.capsule is not None else _pids_ahead(kernel)
     used = kernel.engine.gpus.used_by(*[pid for pid in there if counted is None or pid in counted])
     return {
         # A warm one still has its context there.
@@ -78,8 +78,8 @@ def _needs(attempt: Attempt) -> dict[str, int]:
     }
 
 
-def _ahead(kernel: KernelState) -> list[int]:
-    """Return the host pids of processes that were restored ahead and have their context on the GPU already."""
+def _pids_ahead(kernel: KernelState) -> list[int]:
+    """Return the host pids of processes that were restored ahead and are on the GPU already."""
     return kernel.ahead.on_gpu() if kernel.ahead is not None else []
 
 

@@ -411,7 +411,7 @@ def cuda_suspend(attempt: Attempt) -> None:
 
 
 def _let_another_resume(kernel: KernelState) -> None:
-    """Let the driver restore a state that the kernel goes back to: this one has left the GPU."""
+    """Let the state that the kernel goes back to move to the GPU: this one has left it."""
     if kernel.ahead is not None:
         kernel.ahead.may_resume()
 

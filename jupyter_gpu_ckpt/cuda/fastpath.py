@@ -100,11 +100,11 @@ _GATE_CLOSED, _GATE_LEASED, _GATE_WATCHED = 2, 4, 8
 #: Says that a kernel shares GPUs (`memory_wait.c`).
 _SHARES_VARIABLE = "JUPYTER_GPU_CKPT_SHARES_GPUS"
 #: Version of the protocol on that socket (`control.c`).
-_VERSION = 8
+_VERSION = 9
 #: Seconds that the launch gate may be leased at the most.
 _LONGEST_LEASE = 86400.0
 #: Moments of a swap in the library's reply, by their names there.
-_MOMENTS = ("prepared", "first_examined", "opened", "examined", "copied", "closed")
+_MOMENTS = ("prepared", "first_examined", "opened", "examined", "copied", "checked", "closed")
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
 _NAME = 108
 #: Why the kernel has no library; and a child.
@@ -165,7 +165,8 @@ class Amounts:
     ``mirrors``: whether that copy is being made.
     ``managed``: number of allocations of managed memory, at least, which the library does not serve.  ``shared``:
     number of those of which it, or the program, has given other processes a handle.  ``touches``: number of calls
-    that found the launch gate closed, since it was closed the last time.
+    that found the launch gate closed, since it was closed the last time.  ``known``: whether the library has a digest
+    of all that is in host memory, so that `FastPath.swap_in_frozen` can prove that it is the same.
     """
 
     allocations: int = 0
@@ -176,6 +177,7 @@ class Amounts:
     managed: int = 0
     shared: int = 0
     touches: int = 0
+    known: int = 0
 
 
 class FastPath:
@@ -647,22 +649,27 @@ class FastPath:
             raise _cuda_error(error) from error
         self._continue()
 
-    def swap_in_frozen(self, *, timeout_s: float) -> None:
+    def swap_in_frozen(self, *, timeout_s: float, proves: bool = False) -> None:
         """Bring all allocations back to the device, ``LOCKED -> RUNNING``; threads that are frozen stay so.
 
-        `swap_in` lets them run.  *After failure* the kernel must be ended, or `swap_in` be called.  Raises `CudaError`.
+        ``proves``: that they are what they were, by digests that the GPU computes of what has arrived; only where
+        `Amounts.known`.  `swap_in` lets the threads run.  *After failure* the kernel must be ended, or `swap_in` be
+        called.  Raises `CudaError`, also where it cannot prove that.
         """
         self._cuda.unlock(self._pid)
         try:
-            self._request_swap_in(timeout_s)
+            self._request_swap_in(timeout_s, proves=proves)
         except (_NoReply, _Refused) as error:
             raise _cuda_error(error) from error
 
-    def _request_swap_in(self, timeout_s: float, wait_s: float = 0.0, held: HeldMemory | None = None) -> None:
+    def _request_swap_in(
+        self, timeout_s: float, wait_s: float = 0.0, held: HeldMemory | None = None, *, proves: bool = False
+    ) -> None:
         with self._library(timeout_s + wait_s) as library:
             if library is None:
                 raise _NoReply("The kernel's library for device memory cannot be reached.")
-            library.request(f"swap_in {round(wait_s * 1000)}" if wait_s else "swap_in", held)
+            verb = "swap_in_checked" if proves else "swap_in"
+            library.request(f"{verb} {round(wait_s * 1000)}" if wait_s else verb, held)
 
     def _suspend_again(self, lock_s: float, timeout_s: float) -> None:
         """Have the driver suspend a kernel whose allocations could not be swapped in; the lock alone will do."""
@@ -739,9 +746,8 @@ class _Library:
         reply = self.exchange(verb, held)
         try:
             swappable = (reply["allocations"], reply["bytes"], reply["swapped_out"])
-            amounts = Amounts(
-                *swappable, *(reply.get(name, 0) for name in ("kept", "mirrors", "managed", "shared", "touches"))
-            )
+            others = ("kept", "mirrors", "managed", "shared", "touches", "known")
+            amounts = Amounts(*swappable, *(reply.get(name, 0) for name in others))
             result = reply["cuda"]
         except KeyError as error:
             raise _NoReply(f"The kernel's library for device memory did not reply to {verb!r}.") from error

@@ -52,6 +52,21 @@ def copy_into(source: Path, target: int, offset: int) -> None:
         os.close(fd)
 
 
+def read_into(source: Path, memory: memoryview) -> None:
+    """Read a regular file into the mapping of a new file, of its size, where holes stay holes.  Raises `OSError`.
+
+    Several threads may do so in one mapping at a time, which wait for each other where they write to one file.  A disk
+    that is full is EFAULT.
+    """
+    fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        for begin, end in data_ranges(fd):
+            while begin < end and (count := os.preadv(fd, [memory[begin:end]], begin)):
+                begin += count
+    finally:
+        os.close(fd)
+
+
 def _copied(source: int, target: int, offset: int = 0) -> int:
     """Copy the content of a file, whose holes stay holes; return the bytes copied.  Raises `OSError`."""
     return sum(_copy_range(source, target, begin, end, offset) for begin, end in data_ranges(source))

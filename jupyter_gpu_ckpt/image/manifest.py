@@ -7,6 +7,7 @@ Written after everything it lists, so a directory without a manifest is no image
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -21,6 +22,12 @@ VERSION = 1
 MOST_FILES = 100_000
 MOST_BYTES = 64 << 20
 _MOST = 2**63
+#: Manifests that are not parsed again, and the bytes of the largest: going back to a save point reads one eight times.
+_CACHED, _CACHED_BYTES = 16, 1 << 20
+#: A part of a file's name, and the name: one to four parts.
+_PART = r"(?![.])[^/\\\x00-\x1f\x7f]+"
+_NAME = re.compile(rf"{_PART}(?:/{_PART}){{0,3}}")
+_BLAKE3 = re.compile(r"[0-9a-f]{64}")
 
 _Text = str | bytes
 
@@ -71,6 +78,8 @@ class Manifest:
     notes: dict[str, Any] = field(default_factory=dict)
     #: Bytes of device memory beside CRIU's files (`device_memory`); 0 where CRIU's files have all of it.
     swapped_bytes: int = 0
+    #: Whether the processes have a digest of all that memory, so that it can be proved on the GPU (`FastPath`).
+    has_digests: bool = False
     #: How CRIU's files are encrypted (`encryption`); None when they are not.
     encryption: dict[str, Any] | None = None
     #: What makes the image a save point (`save_point.SavePoint`); None for the image of a sleeping kernel.
@@ -98,16 +107,17 @@ class Manifest:
         """Parse the manifest of image ``id``.  Raises `ImageFormat` with the version if it is another, or the defect.
 
         A sealed text is checked as any other: names cannot lead out of the image's directory, and every field has its
-        type.
+        type.  The same text gives the same object, which is not to be changed.
         """
         try:
-            return cls._parsed(text)
+            return _parsed(text) if len(text) <= _CACHED_BYTES else cls.parsed(text)
         except ImageFormat as error:
             error.details["image"] = id
             raise
 
     @classmethod
-    def _parsed(cls, text: _Text) -> Manifest:
+    def parsed(cls, text: _Text) -> Manifest:
+        """Parse a manifest.  Raises `ImageFormat`."""
         if len(text) > MOST_BYTES:
             raise ImageFormat("The image's manifest is too large to be one.", bytes=len(text))
         try:
@@ -122,13 +132,17 @@ class Manifest:
         return cls(**_facts(data))
 
 
+@functools.lru_cache(_CACHED)
+def _parsed(text: _Text) -> Manifest:
+    return Manifest.parsed(text)
+
+
 def safe_name(name: str) -> bool:
     """Return whether ``name`` is valid for a file in an image: relative, downwards, one spelling, nothing hidden."""
     parts = name.split("/")
     return (
-        1 <= len(parts) <= 4
-        and all(0 < len(part.encode(errors="replace")) <= 255 and not part.startswith(".") for part in parts)
-        and not re.search(r"[\x00-\x1f\x7f\\]", name)
+        _NAME.fullmatch(name) is not None
+        and all(len(part.encode(errors="replace")) <= 255 for part in parts)
         and parts[0] not in RESERVED
     )
 
@@ -174,7 +188,7 @@ def _is_number(value: object) -> bool:
 def _is_entry(value: object) -> bool:
     match value:
         case {"bytes": size, "blake3": str(digest), **rest} if not rest:
-            return _is_size(size) and bool(re.fullmatch(r"[0-9a-f]{64}", digest))
+            return _is_size(size) and _BLAKE3.fullmatch(digest) is not None
     return False
 
 

@@ -15,6 +15,7 @@ encrypted is never equal, and shares nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -24,7 +25,7 @@ import secrets
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ from ..criu.pagemaps import Window
 from ..errors import ImageDamaged
 from ..files import clone, direct_io
 from ..files.disk import mapped_errors
-from . import layout, verify
+from . import device_memory, layout, verify
 from .image import Image
 from .manifest import FileEntry
 
@@ -116,16 +117,26 @@ class KnownWindow:
 
 
 class KnownChunks:
-    """The chunks of save points, for images that are being written on the same disk."""
+    """The chunks of save points, for images that are being written on the same disk.
 
-    def __init__(self, images: Iterable[Image] = ()) -> None:
-        self._paths: dict[FileEntry, Path] = {}
-        self._images: list[Image] = []
-        for image in images:
-            if image.is_save_point and not image.archived and image.manifest.encryption is None:
-                self._images.append(image)
-                files = image.manifest.files.items()
-                self._paths |= {entry: image.path / name for name, entry in files if layout.is_chunk(name)}
+    ``images``: returns all images; called when a chunk is looked for.
+    """
+
+    def __init__(self, images: Callable[[], Iterable[Image]] = tuple) -> None:
+        self._all = images
+
+    @functools.cached_property  # not at once: a kernel waits for the begin of an image
+    def _images(self) -> list[Image]:
+        return [
+            image
+            for image in self._all()
+            if image.is_save_point and not image.archived and image.manifest.encryption is None
+        ]
+
+    @functools.cached_property
+    def _paths(self) -> dict[FileEntry, Path]:
+        named = ((image, name, entry) for image in self._images for name, entry in image.manifest.files.items())
+        return {entry: image.path / name for image, name, entry in named if layout.is_chunk(name)}
 
     def stored(self, pagemap: str) -> dict[int, KnownWindow]:
         """Return the chunks of windows of a process, the newest of each, by their numbers.
@@ -348,7 +359,8 @@ def _join(chunks: Path, pages: Path) -> None:
 
     def write(position: int, stored: Stored, offset: int) -> None:
         if stored.parts is None:
-            clone.copy_into(chunks / _name(position), file.fileno(), offset)
+            if memory is None or not _read_into(chunks / _name(position), memory[offset : offset + stored.bytes]):
+                clone.copy_into(chunks / _name(position), file.fileno(), offset)
             return
         had, changed = (chunks / name(position) for name in (_name, _changed_name))
         sources = had.read_bytes(), changed.read_bytes() if changed.exists() else b""
@@ -359,9 +371,30 @@ def _join(chunks: Path, pages: Path) -> None:
             written = os.pwrite(file.fileno(), made, offset)
             made, offset = made[written:], offset + written
 
-    with open(pages, "xb") as file, ThreadPoolExecutor(_THREADS, thread_name_prefix="image-read") as pool:
+    memory, threads = None, max(_THREADS, len(os.sched_getaffinity(0)))  # all: Linux copies, and a kernel waits
+    with (
+        open(pages, "x+b") as file,
+        contextlib.ExitStack() as resources,
+        ThreadPoolExecutor(threads, thread_name_prefix="image-read") as pool,
+    ):
         file.truncate(size)
+        if size and device_memory.is_in_memory(pages):  # else blocks are shared, or the disk is what takes time
+            mapped = resources.enter_context(mmap.mmap(file.fileno(), size))
+            memory = resources.enter_context(memoryview(mapped))
         list(pool.map(write, itertools.count(), index.windows, offsets))
+
+
+def _read_into(source: Path, memory: memoryview) -> bool:
+    """Read a chunk into memory; return False if that has no space, or is a shorter one's.  Raises `OSError`."""
+    with memory:
+        try:
+            if source.stat().st_size <= len(memory):
+                clone.read_into(source, memory)
+                return True
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
+    return False
 
 
 def divided_bytes(image: Image) -> int:

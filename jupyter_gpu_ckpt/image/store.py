@@ -120,7 +120,7 @@ class Store:
         that of another image, encrypted or not as it is there.
         """
         self.prepare(may_encrypt=not copies)
-        known = KnownChunks(self.images() if shares else ())
+        known = KnownChunks(self.images) if shares else KnownChunks()
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         id = f"{stamp}-{kernel_id[:8]}-{secrets.token_hex(3)}"
         reservation = self.reservation(self.root / f"{layout.DRAFT}{id}", kernel_id)
@@ -130,7 +130,7 @@ class Store:
     def take_over(self, id: str, kernel_id: str, lock: int) -> Draft:
         """Return the draft ``id`` of another process, which may end at any time; ``lock``: see `Draft`."""
         reservation = self.reservation(self.root / f"{layout.DRAFT}{id}", kernel_id)
-        keys, generations, vault, known = self.keys, self.generations, Vault(), KnownChunks(self.images())
+        keys, generations, vault, known = self.keys, self.generations, Vault(), KnownChunks(self.images)
         return Draft(self.root, id, keys, generations, vault, reservation, 0, self._needed_links, known, lock)
 
     def _needed_links(self, but: str = "") -> set[str]:

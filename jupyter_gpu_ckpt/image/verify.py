@@ -167,8 +167,8 @@ def require_tree(path: Path, manifest: Manifest) -> None:
     except OSError as error:
         raise ImageDamaged(f"The image cannot be read: {error.strerror}.", image=path.name) from error
     listed = {name: entry.bytes for name, entry in manifest.files.items()}
-    for name in manifest.files:
-        listed |= {f"{directory}/": 0 for directory in list(PurePosixPath(name).parents)[:-1]}
+    folders = {name.rpartition("/")[0] for name in listed} - {""}
+    listed |= {f"{each}/": 0 for folder in folders for each in (folder, *list(PurePosixPath(folder).parents)[:-1])}
     _refuse_damaged(path, sorted(name for name in {*found, *listed} if found.get(name) != listed.get(name)))
 
 
@@ -184,22 +184,22 @@ def tree(path: Path, *, of_branch: bool) -> Iterator[tuple[str, os.stat_result]]
     several images may have them (`layout.is_linkable`, with ``of_branch``); the kernel may have links to chunks for a
     moment, too.
     """
-    for directory, subdirectories, names in os.walk(path, onerror=_raise):
-        at = Path(directory)
-        if at == path:
-            names = [name for name in names if name not in RESERVED]
-            subdirectories[:] = [name for name in subdirectories if name not in RESERVED]
-        for name in [*subdirectories, *names]:
-            facts, shown = (at / name).lstat(), str((at / name).relative_to(path))
-            plain = stat.S_ISREG(facts.st_mode) and (facts.st_nlink == 1 or is_linkable(shown, of_branch=of_branch))
-            if not (plain or stat.S_ISDIR(facts.st_mode)) or facts.st_uid != os.geteuid():
-                message = f"The image is damaged: {shown!r} is not a plain file of yours."
-                raise ImageDamaged(message, image=path.name, files=[shown])
-            yield shown + ("" if plain else "/"), facts
-
-
-def _raise(error: OSError) -> None:
-    raise error
+    own, folders = os.geteuid(), [""]
+    while folders:
+        folder = folders.pop()
+        with os.scandir(f"{path}/{folder}") as found:
+            for each in found:
+                name, facts = folder + each.name, each.stat(follow_symlinks=False)
+                if name in RESERVED:
+                    continue
+                plain = stat.S_ISREG(facts.st_mode) and (facts.st_nlink == 1 or is_linkable(name, of_branch=of_branch))
+                if not (plain or stat.S_ISDIR(facts.st_mode)) or facts.st_uid != own:
+                    message = f"The image is damaged: {name!r} is not a plain file of yours."
+                    raise ImageDamaged(message, image=path.name, files=[name])
+                if not plain:
+                    name += "/"
+                    folders.append(name)
+                yield name, facts
 
 
 def require_content(path: Path, files: Mapping[str, FileEntry], progress: Progress | None = None) -> None:

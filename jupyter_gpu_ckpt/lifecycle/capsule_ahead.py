@@ -10,12 +10,14 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..capsule.capsule import Capsule, Ran
 from ..criu.criu import Restored
 from ..errors import GpuCkptError
-from ..image.background_task import BackgroundTask
+from ..image.background_task import BackgroundTask, beside
 from ..image.device_memory import DeviceRead
 from ..image.image import Image
 from ..image.lease import Lease
@@ -27,14 +29,16 @@ _log = logging.getLogger(__name__)
 class ProcessesAhead:
     """The right to restore an image beside its kernel: its lease, and its verification, which was begun.
 
-    ``restore``: restores its processes in a capsule, where they stay stopped.  ``is_still_true``: whether all that they
+    ``files``: yields CRIU's files as CRIU reads them.  ``restore``: restores the processes from those in a capsule,
+    where they stay stopped.  ``is_still_true``: whether all that they
     have open is as it was then.  ``resume``: moves their CUDA state to the GPU, while only the driver's threads run;
     None where that must not be.  ``suspend``: takes that back, before they are ended; never raises.
     """
 
     lease: Lease
     verification: BackgroundTask
-    restore: Callable[[Capsule], Ran]
+    files: Callable[[], AbstractContextManager[Path]]
+    restore: Callable[[Capsule, Path], Ran]
     is_still_true: Callable[[], bool]
     resume: Callable[[Capsule, Ran, DeviceRead | None], Restored] | None
     suspend: Callable[[Capsule], None]
@@ -49,15 +53,15 @@ class CapsuleAhead:
     """A capsule for the kernel of ``image`` that is being made on a thread of its own; `claim` or `discard` ends it.
 
     ``create``: makes it, beside the one that the kernel may be in.  ``begin_read``: begins to read device memory into
-    it.  ``prepare``: returns how processes are restored in it, None if they must not be there twice.  Raises
-    `RuntimeError` where there are no more threads.
+    it, to be moved to the GPU here or not.  ``prepare``: returns how processes are restored in it, None if they must
+    not be there twice.  Raises `RuntimeError` where there are no more threads.
     """
 
     def __init__(
         self,
         image: Image,
         create: Callable[[], Capsule],
-        begin_read: Callable[[Capsule], DeviceRead | None] = lambda _: None,
+        begin_read: Callable[[Capsule, bool], DeviceRead | None] = lambda _, __: None,
         prepare: Callable[[], ProcessesAhead | None] = lambda: None,
     ) -> None:
         self._image = image.id
@@ -86,17 +90,25 @@ class CapsuleAhead:
             finally:
                 self._prepared.set()
             check_cancelled()
-            processes, self._capsule = self._processes, create()
-            with contextlib.suppress(GpuCkptError, OSError, RuntimeError):  # it is read when it is needed
-                self.reading = begin_read(self._capsule)
-            check_cancelled()
-            if processes is not None:
-                self.restored = processes.restore(self._capsule)
-                if processes.resume is not None:
-                    self._may_resume.wait()
-                    self._suspend = processes.suspend  # first: who discards this cancels it, and then looks
-                    check_cancelled()
-                    self.resumed = processes.resume(self._capsule, self.restored, self.reading)
+            processes = self._processes
+            with contextlib.ExitStack() as resources:
+                with beside(create_capsule) as creation:
+                    files = resources.enter_context(processes.files()) if processes is not None else None
+                capsule = creation.result()
+                with contextlib.suppress(GpuCkptError, OSError, RuntimeError):  # it is read when it is needed
+                    self.reading = begin_read(capsule, self._resumes)
+                check_cancelled()
+                if processes is not None and files is not None:
+                    self.restored = processes.restore(capsule, files)
+            if processes is not None and processes.resume is not None and self.restored is not None:
+                self._may_resume.wait()
+                self._suspend = processes.suspend  # first: who discards this cancels it, and then looks
+                check_cancelled()
+                self.resumed = processes.resume(capsule, self.restored, self.reading)
+
+        def create_capsule() -> Capsule:
+            self._capsule = create()
+            return self._capsule
 
         self._task = BackgroundTask("gpu-ckpt-capsule", make)
 

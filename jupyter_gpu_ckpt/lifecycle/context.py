@@ -445,6 +445,8 @@ class Attempt:
     kept: dict[str, KeptFile] = field(default_factory=dict)
     #: Bytes of device memory that were written beside CRIU's files.
     swapped_bytes: int = 0
+    #: Whether the kernel's library has a digest of all of that.
+    has_digests: bool = False
     #: Device memory of a save point that is written when the kernel runs again, by links: their directory, open as
     #: long as `resources`.
     linked: int | None = None

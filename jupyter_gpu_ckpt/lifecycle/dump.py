@@ -387,7 +387,7 @@ def device_memory_written(attempt: Attempt, draft: Draft, needed: int) -> Iterat
     attempt.linked = attempt.completion = None
     extents = fast_path.open_extents() if kernel.saved.cuda else None
     if extents is None:
-        attempt.swapped_bytes = 0
+        attempt.swapped_bytes, attempt.has_digests = 0, False
         yield
         return
 
@@ -404,9 +404,11 @@ def device_memory_written(attempt: Attempt, draft: Draft, needed: int) -> Iterat
 
     try:
         kernel.cancellation.check()
-        attempt.swapped_bytes = found = device_memory.size(extents)
-        if found != (swapped_out := fast_path.amounts().swapped_out):
-            raise errors.CapsuleError(f"Of {swapped_out} bytes of device memory {found} are there.")
+        attempt.swapped_bytes, amounts = device_memory.size(extents), fast_path.amounts()
+        attempt.has_digests = bool(amounts.known)
+        if attempt.swapped_bytes != amounts.swapped_out:
+            message = f"Of {amounts.swapped_out} bytes of device memory {attempt.swapped_bytes} are there."
+            raise errors.CapsuleError(message)
         later = attempt.continues or completing.may_be_later(attempt, needed)
         if later and host_memory.may_wait_for_disk(kernel):
             link = functools.partial(_link_device_memory, attempt)
@@ -585,6 +587,7 @@ def _manifest(attempt: Attempt) -> Manifest:
         fingerprint=attempt.fingerprint | {"sockets": _sockets(attempt)},
         notes=attempt.notes,
         swapped_bytes=attempt.swapped_bytes,
+        has_digests=attempt.has_digests,
         save_point=_save_point(attempt),
     )
 

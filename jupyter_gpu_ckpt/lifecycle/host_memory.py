@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from ..image import chunk_cache, device_memory, layout, spill
 from ..image.device_memory import DeviceRead
 from ..image.image import Image
 from ..image.manifest import Manifest
-from ..process import syscalls
 from ..units import size
 from . import cuda_processes, host_copies
 from .context import Attempt, KernelState, Reason
@@ -28,9 +28,6 @@ from .preflight import (
     read_process,
     unique_bytes,
 )
-
-#: ``statfs(2)`` of file systems in memory: tmpfs and ramfs.
-_IN_MEMORY = frozenset({0x01021994, 0x858458F6})
 
 
 def device_bytes(kernel: KernelState) -> dict[str, int]:
@@ -98,7 +95,7 @@ def links_chunks(kernel: KernelState, *, encrypted: bool) -> bool:
     A link there is not copied, and takes no memory.  ``encrypted``: whether the image is.
     """
     try:
-        return not encrypted and syscalls.file_system(str(kernel.engine.store.root)) in _IN_MEMORY
+        return not encrypted and device_memory.is_in_memory(kernel.engine.store.root)
     except OSError:
         return False
 
@@ -125,16 +122,24 @@ def begin_read(
     directory: Path,
     codec: device_memory.Codec,
     target: Path | None = None,
+    *,
+    only_links: bool = False,
 ) -> DeviceRead:
     """Begin to read an image's device memory, which is in ``directory``, into a capsule's host memory or ``target``.
 
-    ``target``: see `DeviceRead`.  Raises as `FastPath.create_extents`, and `RuntimeError` where there is no thread.
+    ``target``: see `DeviceRead`.  ``only_links``: to ``target``, and `DeviceRead.prove` is left to do.  Raises as
+    `FastPath.create_extents`, and `RuntimeError` where there is no thread.
     """
     extents = kernel.fast_path(capsule).create_extents(target)
     try:
         chunks = device_memory.entries(manifest)
-        task = device_memory.begin_read(extents, manifest.swapped_bytes, directory, chunks, codec)
-        return DeviceRead(task, target)
+        task = device_memory.begin_read(
+            extents, manifest.swapped_bytes, directory, chunks, codec, only_links=only_links
+        )
+        prove = None
+        if only_links and target is not None:
+            prove = functools.partial(device_memory.prove, target, manifest.swapped_bytes, chunks)
+        return DeviceRead(task, target, prove)
     finally:
         os.close(extents)
 
@@ -170,10 +175,11 @@ def may_go_back_before_suspend(kernel: KernelState, image: Image) -> bool:
     return False
 
 
-def begin_read_ahead(kernel: KernelState, image: Image, capsule: Capsule) -> DeviceRead | None:
+def begin_read_ahead(kernel: KernelState, image: Image, capsule: Capsule, resumes: bool) -> DeviceRead | None:
     """Begin to read an image's device memory while the kernel's own is in host memory, too.  None if that may not be.
 
-    Raises as `begin_read` and `spill.begin`.
+    ``resumes``: it will move to the GPU ahead, too, where it can be proved if it has digests.  Raises as `begin_read`
+    and `spill.begin`.
     """
     if not may_read_ahead(kernel, image):
         return None
@@ -182,7 +188,9 @@ def begin_read_ahead(kernel: KernelState, image: Image, capsule: Capsule) -> Dev
         target = spill.begin(kernel.engine.store.root, capsule.keep_fd)
     try:
         directory = image.path / layout.CRIU / layout.DEVICE
-        return begin_read(kernel, image.manifest, capsule, directory, device_memory.Codec(), target)
+        only_links = resumes and target is not None and image.manifest.has_digests
+        codec = device_memory.Codec()
+        return begin_read(kernel, image.manifest, capsule, directory, codec, target, only_links=only_links)
     except BaseException:
         if target is not None:
             spill.end(target)
@@ -197,7 +205,7 @@ def end_read(attempt: Attempt) -> None:
 
 
 def require_read(attempt: Attempt) -> None:
-    """Wait until device memory is read from the image: before that nothing may be swapped in.
+    """Wait until device memory is read from the image, and proved: before that nothing may be swapped in.
 
     Raises `NoMemory`, `NoSpace`, `StoreUnwritable`, `ImageDamaged`, `OSError`, and as `Cancellation.check`.
     """
@@ -207,6 +215,8 @@ def require_read(attempt: Attempt) -> None:
         try:
             with mapped_errors(kernel.engine.store.root) if spills else contextlib.nullcontext():
                 complete = attempt.device_read.task.wait()
+                if complete and (prove := attempt.device_read.prove) is not None:
+                    prove()
             attempt.traced.parts["all_read"] = attempt.device_read.task.seconds  # most of it before this step
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):

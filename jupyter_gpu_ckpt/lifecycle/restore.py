@@ -336,11 +336,8 @@ def _prepare_ahead(kernel: KernelState, image: Image) -> ProcessesAhead | None:
         facts = ((was, node_facts.file_facts(path)) for path, was in files.items())
         return all(now is not None and node_facts.same_file(was, now) for was, now in facts)
 
-    def restore(capsule: Capsule) -> Ran:
-        with (
-            shared_chunks.whole(store.root, directory) as whole,
-            _view(kernel, manifest, whole, capsule, (), False, manifest.cuda) as (view, _),
-        ):
+    def restore(capsule: Capsule, whole: Path) -> Ran:
+        with _view(kernel, manifest, whole, capsule, (), False, manifest.cuda) as (view, _):
             timeout = kernel.deadline(manifest.bytes)
             return kernel.engine.criu.restore_stopped(
                 capsule, view, pid=manifest.pid, pipes=manifest.pipes, timeout=timeout
@@ -371,7 +368,8 @@ def _prepare_ahead(kernel: KernelState, image: Image) -> ProcessesAhead | None:
         twice = [each for each in found if each.kind not in ("connection", "semaphore")]
         if not (twice or images.ghost_names(directory)) and is_still_true():
             may_resume = resume if _may_resume_ahead(kernel, manifest) else None
-            return ProcessesAhead(lease, verification, restore, is_still_true, may_resume, suspend)
+            whole = functools.partial(shared_chunks.whole, store.root, directory)
+            return ProcessesAhead(lease, verification, whole, restore, is_still_true, may_resume, suspend)
         verification.cancel(wait_for_end=True)
     except BaseException:
         lease.release()
@@ -405,7 +403,8 @@ def _resume_ahead(kernel: KernelState, manifest: Manifest, capsule: Capsule, rea
             return
         cuda.restore(pid, timeout_s=deadline)
     if reading is not None and reading.task.wait():
-        kernel.fast_path(capsule).swap_in_frozen(timeout_s=deadline)
+        kernel.fast_path(capsule).swap_in_frozen(timeout_s=deadline, proves=reading.prove is not None)
+        reading.prove = None
 
 
 def _make_directories_of_sockets(manifest: Manifest) -> None:

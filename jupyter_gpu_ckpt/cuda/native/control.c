@@ -1,13 +1,15 @@
 /* One request a line, at most 47 bytes; the reply to each is one line of JSON:
  *
  *   status    report the amounts                       {"version", "allocations", "bytes", "swapped_out",
- *                                                      "kept", "mirrors", "managed", "shared", "touches"}
+ *                                                      "kept", "mirrors", "managed", "shared", "touches", "known"}
  *   copy_out  copy all allocations to host memory      the same, and {"cuda": CUresult, "seconds", "parts"}
  *   free      free the device memory of the copied     likewise
  *   move_out  both at the same time: free each memory as soon as it is copied, for others who wait for it: likewise
  *   swap_in   bring everything back to the device      likewise; opens the launch gate
  *   swap_in MILLISECONDS   the same while others leave it: memory is created as it becomes free.  Fails when for so long
  *                          nothing more could be created: likewise
+ *   swap_in_checked   swap_in, with proof that everything is what it was when it went out, by digests: likewise; fails
+ *                     with CUDA_ERROR_ILLEGAL_STATE where it is not.  ``known``: there is a digest of everything
  *   close MILLISECONDS   close the launch gate (`launch_gate.h`): likewise; it opens by itself after so long, if nothing
  *                        is swapped out then; with 0 not.  Of a closed gate this changes only when it opens
  *   open      open the launch gate: likewise; refused (CUDA_ERROR_NOT_READY) while allocations are swapped out
@@ -76,7 +78,7 @@
 #include "workers.h"
 
 #ifndef CONTROL_VERSION /* of another release, in tests */
-#define CONTROL_VERSION 8
+#define CONTROL_VERSION 9
 #endif
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
 /* The same, for the processes that the kernel starts: each appends its pid to the name. */
@@ -200,7 +202,13 @@ static CUresult (*step_of(const char *verb))(void)
            : strcmp(verb, "free") == 0     ? swap_free_device
            : strcmp(verb, "move_out") == 0 ? swap_move_out
            : strcmp(verb, "swap_in") == 0  ? swap_in
+           : strcmp(verb, "swap_in_checked") == 0 ? swap_in_checked
                                            : NULL;
+}
+
+static bool brings_in(CUresult (*step)(void))
+{
+    return step == swap_in || step == swap_in_patiently || step == swap_in_checked;
 }
 
 /* Descriptors that come with a request, or go with its reply. */
@@ -245,9 +253,9 @@ static CUresult perform(const char *verb, struct passed *received, struct passed
     bool ready = locked && (!copies_out || !capture_has_begun()); /* waiting for work would end a capture */
     CUresult result = !ready ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
     if (ready && step != swap_free_device)
-        result = copies_dry_run(copies_out && swap_limit() != 0);
+        result = copies_dry_run((copies_out && swap_limit() != 0) || step == swap_in_checked);
     publish(swap_amounts().swapped_out != 0 || frees);
-    if (result == CUDA_SUCCESS && (step == swap_in || step == swap_in_patiently)) {
+    if (result == CUDA_SUCCESS && brings_in(step)) {
         held_memory_take(received->descriptors, received->count);
         received->count = 0;
     }
@@ -259,7 +267,7 @@ static CUresult perform(const char *verb, struct passed *received, struct passed
     publish(swapped_out);
     if (locked)
         table_unlock();
-    if ((step == swap_in || step == swap_in_patiently) && result == CUDA_SUCCESS)
+    if (brings_in(step) && result == CUDA_SUCCESS)
         launch_gate_open();
     return result;
 }
@@ -296,10 +304,10 @@ static void reply(const char *verb, struct passed *received)
     int length = snprintf(line, sizeof line,
                           "{\"version\": %d, \"cuda\": %d, \"allocations\": %zu, \"bytes\": %zu, \"swapped_out\": %zu, "
                           "\"kept\": %zu, \"mirrors\": %d, \"managed\": %zu, \"shared\": %zu, \"touches\": %d, "
-                          "\"exported\": %zu, \"held\": %zu, \"seconds\": %.6f, \"parts\": {%s}}\n",
+                          "\"known\": %d, \"exported\": %zu, \"held\": %zu, \"seconds\": %.6f, \"parts\": {%s}}\n",
                           CONTROL_VERSION, result, amounts.allocations, amounts.bytes, amounts.swapped_out,
                           amounts.kept, mirror_runs(), managed_count(), allocations_shared() + mappings_exported(),
-                          atomic_load(&gpu_ckpt_published.touches), sent.count, sent.held, now() - began,
+                          atomic_load(&gpu_ckpt_published.touches), host_memory_is_known(), sent.count, sent.held, now() - began,
                           parts);
     close_all(received);
     send_reply(line, (size_t)length, &sent);

@@ -59,9 +59,9 @@ struct part {
 };
 
 /* Moments of a transfer, in the order in which they are reported. */
-enum { PREPARED, FIRST_EXAMINED, OPENED, EXAMINED, COPIED, CLOSED, MOMENTS };
-static const char *const moment_names[MOMENTS] = {"prepared", "first_examined", "opened",
-                                                  "examined", "copied",         "closed"};
+enum { PREPARED, FIRST_EXAMINED, OPENED, EXAMINED, COPIED, CHECKED, CLOSED, MOMENTS };
+static const char *const moment_names[MOMENTS] = {"prepared", "first_examined", "opened", "examined",
+                                                  "copied",   "checked",        "closed"};
 
 /* The copies of one context. */
 struct work {
@@ -71,6 +71,7 @@ struct work {
     size_t count;
     bool outwards;
     bool keeps; /* host memory is written for more than once */
+    bool checks; /* what was copied back is compared with what is known of it */
     bool mirrored; /* host memory may have everything: no memory is pinned before something is found that it lacks */
     bool scans; /* there is a scratch ring */
     atomic_bool examined, has_copies; /* all parts are; one was found that has to be copied */
@@ -410,6 +411,13 @@ static CUresult find_known(const struct work *work, struct part *parts, size_t c
     return result;
 }
 
+/* The number of parts of the slice that begins with one: each slice is twice as long as the one before. */
+static size_t slice(const struct work *work, size_t first, size_t before)
+{
+    size_t count = first == 0 ? FIRST_SLICE : 2 * before < LONGEST_SLICE ? 2 * before : LONGEST_SLICE;
+    return count < work->count - first ? count : work->count - first;
+}
+
 /* Examine all parts of a work, slice by slice, while others already copy those of earlier slices.  Where the driver
  * refuses a scratch ring all are copied. */
 static void *examine(void *argument)
@@ -423,9 +431,8 @@ static void *examine(void *argument)
         if (work->keeps)
             page_digests_load(work->context);
     }
-    for (size_t first = 0, count = FIRST_SLICE; first < work->count && result == CUDA_SUCCESS; first += count) {
-        count = first == 0 ? count : 2 * count < LONGEST_SLICE ? 2 * count : LONGEST_SLICE;
-        count = count < work->count - first ? count : work->count - first;
+    for (size_t first = 0, count = 0; first < work->count && result == CUDA_SUCCESS; first += count) {
+        count = slice(work, first, count);
         struct part *parts = work->parts + first;
         result = find_zeros(work, parts, count);
         if (result == CUDA_SUCCESS && work->keeps)
@@ -446,6 +453,35 @@ static void *examine(void *argument)
     atomic_store(&work->examined, true);
     announce();
     return NULL;
+}
+
+/* Whether parts on the device are what is known of them in host memory.  Zeros were written there by the device. */
+static CUresult compare(const struct work *work, const struct part *parts, size_t count)
+{
+    struct digest *digests;
+    CUresult result = compute_digests(work, parts, count, &digests);
+    for (size_t at = 0, number = 0; at < count && result == CUDA_SUCCESS; at++)
+        for (size_t page = 0; !parts[at].zero && page < parts[at].bytes; page += DIGEST_PAGE)
+            if (digests == NULL || !has_pages(&parts[at]) ||
+                !host_memory_has(parts[at].offset + page, &digests[number++]))
+                return CUDA_ERROR_ILLEGAL_STATE;
+    return result;
+}
+
+/* Compare all parts of a work after they were copied back. */
+static CUresult check(struct work *work)
+{
+    CUresult result = ring_open(work->scratch, work->context, SCRATCH_BYTES);
+    if (result != CUDA_SUCCESS)
+        return result;
+    work->scans = true;
+    page_digests_load(work->context);
+    for (size_t first = 0, count = 0; first < work->count && result == CUDA_SUCCESS; first += count) {
+        count = slice(work, first, count);
+        result = compare(work, work->parts + first, count);
+    }
+    work->moments[CHECKED] = now();
+    return result;
 }
 
 /* -- one context */
@@ -507,6 +543,8 @@ static void *perform(void *argument)
     if (beside)
         pthread_join(examining, NULL);
     fail(end(work));
+    if (work->checks && atomic_load(&failed) == CUDA_SUCCESS)
+        fail(check(work));
     fail(close_rings_of(work));
     work->moments[CLOSED] = now();
     return NULL;
@@ -615,7 +653,7 @@ static size_t number_of_workers(size_t parts, size_t share)
 }
 
 /* All contexts at the same time: each device has a bus of its own to the host.  ``step``: or NULL. */
-static CUresult run_all(bool outwards, bool keeps, CUresult (*step)(size_t number))
+static CUresult run_all(bool outwards, bool keeps, bool checks, CUresult (*step)(size_t number))
 {
     static struct work works[MAX_CONTEXTS];
     moments[PREPARED] = now();
@@ -644,6 +682,7 @@ static CUresult run_all(bool outwards, bool keeps, CUresult (*step)(size_t numbe
     for (size_t at = 0; at < count; at++) {
         works[at].outwards = outwards;
         works[at].keeps = keeps;
+        works[at].checks = checks;
         works[at].mirrored = little;
         works[at].most = number_of_workers(works[at].count, share);
         works[at].parts = next;
@@ -664,8 +703,9 @@ static CUresult run_all(bool outwards, bool keeps, CUresult (*step)(size_t numbe
     return atomic_load(&failed);
 }
 
-CUresult copies_run_out(bool keeps, CUresult (*step)(size_t number)) { return run_all(true, keeps, step); }
-CUresult copies_run_in(CUresult (*step)(size_t number)) { return run_all(false, false, step); }
+CUresult copies_run_out(bool keeps, CUresult (*step)(size_t number)) { return run_all(true, keeps, false, step); }
+CUresult copies_run_in(CUresult (*step)(size_t number)) { return run_all(false, false, false, step); }
+CUresult copies_run_in_checked(CUresult (*step)(size_t number)) { return run_all(false, false, true, step); }
 
 void copies_report(double began, char *text, size_t size)
 {

@@ -31,9 +31,13 @@ CUresult ring_close(struct ring *ring);
 CUresult copies_run_out(bool keeps, CUresult (*step)(size_t number));
 CUresult copies_run_in(CUresult (*step)(size_t number));
 
+/* Copy back, and prove on the devices that what arrived is what went out: others may have replaced the files meanwhile.
+ * CUDA_ERROR_ILLEGAL_STATE where it is not, or where that cannot be proved. */
+CUresult copies_run_in_checked(CUresult (*step)(size_t number));
+
 /* Write the moments of the last transfer that are after one of CLOCK_MONOTONIC, in seconds from that on, as members of
  * an object of JSON, of several contexts those of the last: ``prepared`` (the transfer begins), ``first_examined``
- * (parts may be copied), ``opened`` (threads for that have begun), ``examined``, ``copied``, ``closed``. */
+ * (parts may be copied), ``opened`` (threads for that have begun), ``examined``, ``copied``, ``checked`` (if it was), ``closed``. */
 void copies_report(double began, char *text, size_t size);
 
 /* Note that host memory has a copy of everything: the next transfer may have nothing to copy. */

@@ -207,6 +207,14 @@ bool host_memory_has(size_t offset, const struct digest *digest)
     return known->words[0] == digest->words[0] && known->words[1] == digest->words[1];
 }
 
+bool host_memory_is_known(void)
+{
+    size_t count = pages != NULL ? (size + HUGE_PAGE - 1) / HUGE_PAGE : 0, at = 0;
+    while (at < count && (pages[at].zero || pages[at].digest.words[0] != 0 || pages[at].digest.words[1] != 0))
+        at++;
+    return count != 0 && at == count;
+}
+
 void host_memory_note(size_t offset, const struct digest *digest)
 {
     if (pages != NULL)

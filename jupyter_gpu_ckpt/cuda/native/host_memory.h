@@ -59,6 +59,9 @@ bool host_memory_is_zero(size_t offset, size_t bytes);
 bool host_memory_has(size_t offset, const struct digest *digest);
 void host_memory_note(size_t offset, const struct digest *digest);
 
+/* Whether it is known of every page which content it has. */
+bool host_memory_is_known(void);
+
 /* Free it, if there is one; takes half a second for a hundred GiB. */
 void host_memory_free(void);
 

@@ -409,15 +409,14 @@ static CUresult map_when_free(size_t number)
     return result;
 }
 
-CUresult swap_in_as_freed(double seconds)
+static CUresult bring_in(CUresult (*copy)(CUresult (*step)(size_t number)))
 {
-    patience = seconds;
     if (content != SWAPPED_OUT)
         return CUDA_SUCCESS;
     CUresult result = copies_pending() ? copies_wait() : CUDA_SUCCESS;
     if (result == CUDA_SUCCESS) {
         held_memory_copy(map_one);
-        result = held_memory_is_all_back() ? CUDA_SUCCESS : copies_run_in(map_when_free);
+        result = held_memory_is_all_back() ? CUDA_SUCCESS : copy(map_when_free);
     }
     held_memory_end();
     if (result != CUDA_SUCCESS) {
@@ -434,4 +433,16 @@ CUresult swap_in_as_freed(double seconds)
     return CUDA_SUCCESS;
 }
 
+CUresult swap_in_as_freed(double seconds)
+{
+    patience = seconds;
+    return bring_in(copies_run_in);
+}
+
 CUresult swap_in(void) { return swap_in_as_freed(0.0); }
+
+CUresult swap_in_checked(void)
+{
+    patience = 0.0;
+    return bring_in(copies_run_in_checked);
+}

@@ -58,6 +58,9 @@ CUresult swap_in(void);
  * one is waited for.  Fails as `swap_in` when for so many seconds nothing more could be created. */
 CUresult swap_in_as_freed(double seconds);
 
+/* `swap_in`, with proof that all has the content that it had when it was swapped out (`copies_run_in_checked`). */
+CUresult swap_in_checked(void);
+
 /* Free the host memory from which everything was swapped in, unless it is kept: half a second for a hundred GiB, done
  * after the reply. */
 void swap_free_host(void);

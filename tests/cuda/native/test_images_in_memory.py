@@ -30,7 +30,7 @@ THEN, NOW = 3, 9
 @pytest.fixture(autouse=True)
 def in_memory(tmp_path, monkeypatch):
     """The disk of the tests stands for a file system in memory, which not every machine has space for."""
-    monkeypatch.setattr(host_memory, "_IN_MEMORY", {syscalls.file_system(str(tmp_path))})
+    monkeypatch.setattr(device_memory, "_IN_MEMORY", {syscalls.file_system(str(tmp_path))})
 
 
 @pytest.fixture
@@ -52,9 +52,9 @@ def swapped_in(kernel, monkeypatch) -> list[tuple[dict[str, int], int]]:
     """Note what each swap in has: the files of allocations beside the images, and their bytes in host memory."""
     seen, swap_in = [], context.FastPath._request_swap_in
 
-    def noted(path, *arguments) -> None:
+    def noted(path, *arguments, **options) -> None:
         seen.append((files_of(spilled(kernel)), path.host_memory_bytes()))
-        swap_in(path, *arguments)
+        swap_in(path, *arguments, **options)
 
     monkeypatch.setattr(context.FastPath, "_request_swap_in", noted)
     return seen

@@ -17,11 +17,13 @@ TOTAL = (2 + 4) * MIB
 VERBS = ("copy_out", "free", "swap_in")
 #: Those of an exchange, for others who wait and beside others who leave.
 EXCHANGE = ("move_out", "swap_in 0")
+#: Those of a copy that is proved when it comes back: only where one is kept.
+PROVED = ("copy_out", "free", "swap_in_checked")
 
 
 def verbs(verb: str) -> tuple[str, ...]:
     """Return the verbs of a whole round that has this one."""
-    return EXCHANGE if verb in EXCHANGE else VERBS
+    return EXCHANGE if verb in EXCHANGE else PROVED if verb in PROVED[2:] else VERBS
 
 
 def earlier(verb: str) -> tuple[str, ...]:
@@ -82,7 +84,16 @@ def filled(request, sliced, doubles):
 @pytest.mark.sweep
 @pytest.mark.parametrize("verb", [*VERBS, *EXCHANGE])
 def test_each_call_fails_once(filled, verb):
-    subject = filled
+    each_call_fails_once(filled, verb)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("filled", [(1, "kept"), (2, "kept")], indirect=True)
+def test_each_call_of_a_proof_fails_once(filled):
+    each_call_fails_once(filled, PROVED[2])
+
+
+def each_call_fails_once(subject: Subject, verb: str) -> None:
     failed_to_go = 0
     with subject.control() as control:
         for function, count in calls_of(subject, control, verb).items():

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 from programs import SLICED, Programs, build, why_no_sanitizer
 from subject import MIB, PATIENCE, Control, Subject, running
-from test_fast_faults import EXCHANGE, VERBS, calls_of, earlier, retry
+from test_fast_faults import EXCHANGE, PROVED, VERBS, calls_of, earlier, retry
 from waiting import until
 
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
@@ -85,7 +85,7 @@ def hammer(subject: Subject, threads: int, rounds: int, still) -> None:
                 if turn % 3 == 2:
                     gives_up(control)
                 else:
-                    control.must(*(EXCHANGE if turn % 2 else VERBS))
+                    control.must(*(EXCHANGE if turn % 2 else PROVED if turn % 5 else VERBS))
         control.must("status")
     assert subject.ask("end") == "0", "no thread found anything wrong"
     subject.intact(len(kept))
@@ -153,7 +153,7 @@ def test_two_devices_at_the_same_time_under_tsan(with_tsan, doubles):
             subject.alloc(2, 6 * MIB, density="full")
         with subject.control() as control:
             control.must(f"keep {1 << 30}")
-            for verbs in (VERBS, EXCHANGE, VERBS):
+            for verbs in (VERBS, EXCHANGE, PROVED):
                 control.must(*verbs)
                 subject.intact(8)
 

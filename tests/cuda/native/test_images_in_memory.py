@@ -12,14 +12,15 @@ from waiting import until
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.criu.criu import Criu
+from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.errors import CapsuleError, CriuError, GpuCkptError, ImageDamaged
 from jupyter_gpu_ckpt.files import direct_io
-from jupyter_gpu_ckpt.image import device_memory, save_point
+from jupyter_gpu_ckpt.image import device_memory, save_point, verify
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.image import Image
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.lifecycle import context, host_memory, preflight
+from jupyter_gpu_ckpt.lifecycle import context, going_back, host_memory, preflight, restore
 from jupyter_gpu_ckpt.lifecycle.capsule_ahead import CapsuleAhead
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.process import syscalls
@@ -213,8 +214,7 @@ def test_a_damaged_chunk_is_not_brought_to_life(kernel, monkeypatch, verb):
     image = kernel.lifecycle.checkpoint() if verb == "wake" else point
     victim = chunks(image)[1]
     content = victim.read_bytes()
-    os.chmod(victim, 0o600)
-    victim.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    flip(victim)
     with pytest.raises(ImageDamaged):
         kernel.lifecycle.wake() if verb == "wake" else kernel.lifecycle.back("point")
     assert_nothing_left(kernel)
@@ -245,3 +245,116 @@ def test_a_file_system_without_links_has_them_copied(kernel, swapped_in, monkeyp
     assert not its_files.items() & swapped_in[-1][0].items()
     kernel.runs_on()
     assert_nothing_left(kernel)
+
+
+class Proofs:
+    """How the device memory of images has come back: files that were read for it, and the requests of swaps."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.read, self.requests = list[str](), list[str]()
+        is_chunk, request = device_memory._is, fastpath._Library.request
+
+        def read(path, *arguments) -> bool:
+            self.read.append(path.name)
+            return is_chunk(path, *arguments)
+
+        def requested(library, verb, *arguments):
+            self.requests.append(verb)
+            return request(library, verb, *arguments)
+
+        monkeypatch.setattr(device_memory, "_is", read)
+        monkeypatch.setattr(fastpath._Library, "request", requested)
+
+
+@pytest.fixture
+def proving(fast_kernel, monkeypatch) -> FastKernel:
+    """A kernel whose library has digests of all device memory."""
+    monkeypatch.setattr(host_memory, "all_memory", lambda: 0)
+    return fast_kernel(host_copy_bytes=1 << 30)
+
+
+def test_going_back_the_gpu_proves_what_was_not_read(proving, monkeypatch):
+    point, proofs = at_a_point(proving), Proofs(monkeypatch)
+    assert point.manifest.has_digests
+    present = proving.lifecycle.back("point")
+    assert (proofs.read, proofs.requests.count("swap_in_checked")) == ([], 1)
+    runs(proving, THEN)
+    proving.runs_on()
+    assert present.manifest.has_digests
+    proving.lifecycle.back(save_point.of_image(present).name)
+    runs(proving, NOW)
+    assert proofs.read == []
+
+
+def test_a_kernel_that_keeps_no_copy_has_no_digests(fast_kernel, monkeypatch):
+    monkeypatch.setattr(host_memory, "all_memory", lambda: 0)
+    kernel = fast_kernel(host_copy_bytes=0)
+    point, proofs = at_a_point(kernel), Proofs(monkeypatch)
+    assert not point.manifest.has_digests
+    kernel.lifecycle.back("point")
+    assert sorted(proofs.read) == [chunk.name for chunk in chunks(point)]
+    assert "swap_in_checked" not in proofs.requests
+    runs(kernel, THEN)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_is_not_moved_ahead_is_read_after_all(proving, monkeypatch, damaged):
+    """Before anything of it is on the GPU."""
+    point, proofs = at_a_point(proving), Proofs(monkeypatch)
+    monkeypatch.setattr(restore, "_resume_ahead", lambda *_: None)
+    if damaged:
+        flip(chunks(point)[1])
+        with pytest.raises(ImageDamaged) as failed:
+            proving.lifecycle.back("point")
+        assert failed.value.details["files"] == [f"criu/device/{chunks(point)[1].name}"]
+        proving.driver.processes[proving.pid] = proving.fake
+    else:
+        proving.lifecycle.back("point")
+        assert sorted(proofs.read) == [chunk.name for chunk in chunks(point)]
+    assert "swap_in_checked" not in proofs.requests
+    runs(proving, NOW if damaged else THEN)
+    assert_nothing_left(proving)
+
+
+@pytest.mark.parametrize("how", ["changed", "shorter"])
+def test_a_chunk_that_the_gpu_finds_changed_is_named(proving, monkeypatch, how):
+    """The GPU has refused it, and only then it was read; the kernel is as it was."""
+    point, proofs = at_a_point(proving), Proofs(monkeypatch)
+    victim = chunks(point)[1]
+    monkeypatch.setattr(going_back, "check", lambda *_: [])  # it was whole then
+    monkeypatch.setattr(verify, "require_tree", lambda *_: None)
+    if how == "changed":
+        flip(victim)
+    else:
+        os.chmod(victim, 0o600)
+        os.truncate(victim, 1 << 20)
+    with pytest.raises(ImageDamaged) as failed:
+        proving.lifecycle.back("point")
+    assert failed.value.details["files"] == [f"criu/device/{victim.name}"]
+    assert proofs.requests.count("swap_in_checked") == 1
+    assert victim.name in proofs.read
+    proving.driver.processes[proving.pid] = proving.fake
+    runs(proving, NOW)
+    assert_nothing_left(proving)
+
+
+def flip(path) -> None:
+    os.chmod(path, 0o600)
+    with open(path, "r+b") as file:
+        [last] = os.pread(file.fileno(), 1, path.stat().st_size - 1)
+        os.pwrite(file.fileno(), bytes([last ^ 1]), path.stat().st_size - 1)
+
+
+def test_what_is_written_in_memory_is_read_once(kernel, monkeypatch):
+    """With the first read Linux puts a page on its list of those in use, which a kernel would wait for."""
+    read, read_from = list[str](), direct_io.read
+
+    def noted(path, *arguments) -> memoryview:
+        read.append(path.parent.name)
+        return read_from(path, *arguments)
+
+    monkeypatch.setattr(direct_io, "read", noted)
+    image = kernel.lifecycle.checkpoint()
+    assert read.count("device") == len(chunks(image))
+    kernel.lifecycle.wake()
+    kernel.runs_on()

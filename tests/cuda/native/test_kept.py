@@ -225,6 +225,60 @@ def test_without_digests_all_is_copied(subject, control, function):
     assert swap(subject, control) == 0
 
 
+CHANGED = 401
+
+
+@pytest.mark.parametrize("api", ["cuda", "map", "async"])
+def test_what_comes_back_is_proved_by_digests(subject, control, api):
+    """A byte that somebody has changed in host memory is found before anything runs, and everything stays there."""
+    for size, density in ((10 * MIB, "full"), (22 * MIB, "sparse"), (4 * MIB, "zeros")):
+        subject.alloc(1, size, api, density)
+    before = subject.ask("sum")
+    control.must("copy_out", "free")
+    out = control.ask("status")
+    assert (out["known"], out["swapped_out"]) == (1, 36 * MIB)
+    content = (extents(subject) / "000000.img").read_bytes()
+    written = [at for at in range(0, len(content), PAGE) if any(content[at : at + PAGE])]  # zeros are not read
+    for at in (written[0], written[-1] + PAGE - 1):
+        with open(extents(subject) / "000000.img", "r+b") as file:
+            [byte] = os.pread(file.fileno(), 1, at)
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+            assert control.ask("swap_in_checked")["cuda"] == CHANGED
+            assert control.ask("status")["swapped_out"] == 36 * MIB
+            os.pwrite(file.fileno(), bytes([byte]), at)
+    control.must("swap_in_checked")
+    assert (subject.ask("sum"), control.ask("status")["swapped_out"]) == (before, 0)
+    assert swap(subject, control) == 0, "the copy is as good as it was"
+
+
+@pytest.mark.parametrize("function", [None, *FOUND_BY[2:]])
+def test_what_has_no_digest_is_not_proved(subject, control, function):
+    """Or has one that cannot be computed again; it can be brought back without proof."""
+    if function is None:
+        control.must("keep 0")
+    subject.alloc(1, 8 * MIB, "cuda", "full")
+    before = subject.ask("sum")
+    control.must("copy_out", "free")
+    assert control.ask("status")["known"] == (function is not None)
+    if function is not None:
+        subject.fail(function, 1, FAULT, lasting=True)
+    assert control.ask("swap_in_checked")["cuda"] != 0
+    subject.fail()
+    assert control.ask("status")["swapped_out"] == 8 * MIB
+    control.must("swap_in")
+    assert subject.ask("sum") == before
+
+
+def test_a_page_without_a_digest_among_others_makes_all_unknown(subject, control):
+    """Where the kernel for digests could not be launched for some of them."""
+    subject.alloc(1, 8 * MIB, "cuda", "full")
+    subject.fail("cuLaunchKernel", 1, FAULT, lasting=True)
+    control.must("copy_out", "free")
+    assert control.ask("status")["known"] == 0
+    subject.fail()
+    control.must("swap_in")
+
+
 def test_a_copy_that_fails_leaves_nothing_that_is_believed(subject, control):
     """Pages whose digests were noted, and that were not written then."""
     number = subject.alloc(1, 8 * MIB, "cuda", "full")

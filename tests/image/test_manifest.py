@@ -111,6 +111,20 @@ def test_more_files_than_any_image_has(monkeypatch):
         Manifest.from_json(json.dumps(document), FACTS.id)
 
 
+def test_the_same_text_is_parsed_once(monkeypatch):
+    """Not one that is refused, and not a large one, which would stay in memory."""
+    text = FACTS.to_json().encode()
+    assert Manifest.from_json(text, FACTS.id) is Manifest.from_json(bytes(bytearray(text)), FACTS.id)
+    for _ in range(2):
+        with pytest.raises(ImageFormat) as refused:
+            Manifest.from_json(text[:-1], "another")
+        assert refused.value.details["image"] == "another"
+    monkeypatch.setattr(manifest_module, "_CACHED_BYTES", len(text) - 1)
+    large = Manifest.from_json(text, FACTS.id)
+    assert large == FACTS
+    assert large is not Manifest.from_json(text, FACTS.id)
+
+
 def test_a_manifest_larger_than_any(store, monkeypatch):
     image = publish(store)
     with (image.path / "manifest.json").open("r+b") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ from images import FACTS, FILES, publish
 from jupyter_gpu_ckpt.criu.images import encode, rewrite
 from jupyter_gpu_ckpt.criu.pagemaps import ADDRESS, FLAGS, HEAD_NUMBER, IN_PARENT, PAGEMAP_MAGIC, PAGES, PRESENT
 from jupyter_gpu_ckpt.errors import ImageDamaged, ImageNotFound
-from jupyter_gpu_ckpt.image import branch, layout, shared_chunks
+from jupyter_gpu_ckpt.files import clone
+from jupyter_gpu_ckpt.image import branch, device_memory, layout, shared_chunks
 from jupyter_gpu_ckpt.image.branch import NewKernel
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.quota import used
@@ -22,6 +24,7 @@ from jupyter_gpu_ckpt.image.retention import Limits, choose
 from jupyter_gpu_ckpt.image.save_point import SavePoint, described
 from jupyter_gpu_ckpt.image.shared_chunks import Together, bytes_alone
 from jupyter_gpu_ckpt.image.store import Image, Store
+from jupyter_gpu_ckpt.process import syscalls
 from jupyter_gpu_ckpt.transfer.remote import Remote
 
 PAGE, CHUNK = 4096, 4 * 4096
@@ -128,6 +131,27 @@ def test_pages_that_change_in_every_chunk_are_all_that_is_written(store):
     again = save(store, {**most, 0: bytes(PAGE)}, "again")
     assert whole(store, again) == content({**most, 0: bytes(PAGE)})
     assert on_disk([again]) == 8 * CHUNK, "a chunk that is not what it was is not built upon"
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_in_memory_they_are_read_into_a_mapping(store, monkeypatch, full):
+    """By several threads at once.  A page that memory has no space for is EFAULT; a write says what that is."""
+    monkeypatch.setattr(device_memory, "_IN_MEMORY", {syscalls.file_system(str(store.root.parent))})
+    read, calls = clone.read_into, list[Path]()
+
+    def noted(source: Path, target: memoryview) -> None:
+        calls.append(source)
+        if full:
+            raise OSError(errno.EFAULT, "full")
+        read(source, target)
+
+    monkeypatch.setattr(clone, "read_into", noted)
+    first = memory(*range(8)) | {at: bytes(PAGE) for at in range(9 * CHUNK, 10 * CHUNK, PAGE)}
+    second = {**first, CHUNK: os.urandom(PAGE)}
+    for state in (first, second):
+        image = save(store, state, f"{len(calls)}")
+        assert whole(store, image) == content(state)
+    assert len(calls) == 9 + 8, "but for the one that has parts"
 
 
 @pytest.mark.parametrize("seed", range(4))

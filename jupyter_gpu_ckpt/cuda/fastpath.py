@@ -386,13 +386,16 @@ class FastPath:
         They stay as they are however the kernel continues: the library never writes to an extent that has another name
         (`host_memory_is_intact`).  Raises `CapsuleError`, `OSError`; then there are no links.
         """
-        with self._host_memory() as memory:
+        with contextlib.ExitStack() as resources:
+            memory = resources.enter_context(self._host_memory())
             shutil.rmtree(_below(memory, LINKED), ignore_errors=True)
+            extents = os.open(EXTENTS, os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=memory)
+            resources.callback(os.close, extents)
             os.mkdir(LINKED, 0o700, dir_fd=memory)
             linked = os.open(LINKED, os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=memory)
             try:
-                for path in _below(memory, EXTENTS).iterdir():
-                    os.link(path, path.name, dst_dir_fd=linked)
+                for name in os.listdir(extents):
+                    os.link(name, name, src_dir_fd=extents, dst_dir_fd=linked)
             except BaseException:
                 unlink_extents(linked)
                 raise

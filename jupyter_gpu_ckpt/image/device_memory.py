@@ -248,7 +248,7 @@ def begin_read(
                 raise _damaged(name)
 
         try:
-            _each(size, read, 1 if only_links else _readers())
+            _each(size, read, 1 if only_links else readers())
         finally:
             os.close(own)
 
@@ -266,14 +266,15 @@ def prove(directory: Path, size: int, chunks: Mapping[str, FileEntry]) -> None:
         if (entry := chunks.get(name)) is not None and not _is(directory / name, entry, chunk):
             raise _damaged(name)
 
-    _each(size, require, _readers())
+    _each(size, require, readers())
 
 
 def _damaged(name: str) -> ImageDamaged:
     return ImageDamaged("The image is damaged: device memory.", files=[layout.device_file(name)])
 
 
-def _readers() -> int:
+def readers() -> int:
+    """Return how many threads read or copy what is in memory, while a kernel waits."""
     return max(_DEPTH, min(_MOST_READERS, len(os.sched_getaffinity(0))))
 
 

@@ -371,11 +371,11 @@ def _join(chunks: Path, pages: Path) -> None:
             written = os.pwrite(file.fileno(), made, offset)
             made, offset = made[written:], offset + written
 
-    memory, threads = None, max(_THREADS, len(os.sched_getaffinity(0)))  # all: Linux copies, and a kernel waits
+    memory = None
     with (
         open(pages, "x+b") as file,
         contextlib.ExitStack() as resources,
-        ThreadPoolExecutor(threads, thread_name_prefix="image-read") as pool,
+        ThreadPoolExecutor(device_memory.readers(), thread_name_prefix="image-read") as pool,
     ):
         file.truncate(size)
         if size and device_memory.is_in_memory(pages):  # else blocks are shared, or the disk is what takes time

@@ -328,6 +328,8 @@ class KernelState:
     serves_off_gpu: bool = False
     #: Of a kernel that comes or goes back: the capsule that it will be in.
     ahead: CapsuleAhead | None = None
+    #: Of the save point that the kernel goes back to, until its restore has it (`lease_of`).
+    lease: Lease | None = None
     #: Of the state that the kernel goes back from: its image is not complete yet.
     completion: Completion | None = None
     #: Of a kernel that shares GPUs.
@@ -359,6 +361,23 @@ class KernelState:
         if self.capsule is None:
             raise CapsuleGone("The kernel has no process.")
         return self.capsule
+
+    def lease_of(self, image: Image, timeout: float = 0.0) -> Lease:
+        """Return the lease of an image, which is the caller's then: the one that is held already, or a new one.
+
+        Raises as `Image.lease`.
+        """
+        lease, self.lease = self.lease, None
+        if lease is None or lease.path == image.path:
+            return lease or image.lease(timeout)
+        lease.release()
+        return image.lease(timeout)
+
+    def release_lease(self) -> None:
+        """End the lease of the save point that the kernel was to go back to, if no restore has it.  Never raises."""
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
 
     def discard_ahead(self) -> None:
         """End the capsule that was made ahead, if the kernel is not in it.  Never raises."""

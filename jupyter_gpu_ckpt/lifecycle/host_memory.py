@@ -157,10 +157,16 @@ def may_read_ahead(kernel: KernelState, image: Image, beside: int = 0) -> bool:
     return bytes > 0 and not image.manifest.encryption and free * RESERVED_PART >= all_memory()
 
 
-def may_restore_ahead(image: Image) -> bool:
-    """Return whether host memory has the space for an image's processes, and its device memory, beside a kernel's."""
-    free = available_memory() - int(image.manifest.fingerprint.get("memory", 0))
-    return free * RESERVED_PART >= all_memory()
+def may_restore_ahead(kernel: KernelState, image: Image) -> bool:
+    """Return whether host memory has the space for an image's processes, and its device memory, beside a kernel's.
+
+    Device memory that is read where it is takes none.
+    """
+    manifest = image.manifest
+    bytes = int(manifest.fingerprint.get("memory", 0))
+    if links_chunks(kernel, encrypted=bool(manifest.encryption)):
+        bytes = max(0, bytes - manifest.swapped_bytes)
+    return (available_memory() - bytes) * RESERVED_PART >= all_memory()
 
 
 def may_go_back_before_suspend(kernel: KernelState, image: Image) -> bool:

@@ -57,7 +57,7 @@ def match(attempt: Attempt) -> None:
     if kernel.ahead is not None and not kernel.ahead.is_of(image):  # its processes may have memory on the GPU
         kernel.discard_ahead()
     ahead = kernel.ahead.hand_over() if kernel.ahead is not None else None
-    attempt.lease, attempt.verification = ahead or (image.lease(MOMENT), None)
+    attempt.lease, attempt.verification = ahead or (kernel.lease_of(image, MOMENT), None)
     attempt.resources.callback(_end_lease, attempt)
     _begin_capsule(attempt, image)
     if attempt.verification is not None:
@@ -356,11 +356,11 @@ def _prepare_ahead(kernel: KernelState, image: Image) -> ProcessesAhead | None:
 
     if manifest.encryption or image.archived or manifest.branched_from or noted.get("ports") or noted.get("sockets"):
         return None
-    if links.may_consume(manifest) or any(databases.to_lock(files)) or not host_memory.may_restore_ahead(image):
+    if links.may_consume(manifest) or any(databases.to_lock(files)) or not host_memory.may_restore_ahead(kernel, image):
         return None
     if any(of_process.get("watches") for of_process in manifest.notes.values()):  # they would see what is written now
         return None
-    lease = image.lease()
+    lease = kernel.lease_of(image)
     try:
         verification = store.begin_check(image)
         own = kernel.home.unshared_sockets

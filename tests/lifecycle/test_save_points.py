@@ -28,6 +28,7 @@ from jupyter_gpu_ckpt.errors import (
     BadRequest,
     FilesDiffer,
     GpuCkptError,
+    ImageBusy,
     MissingFile,
     NoSpace,
     SavePointExists,
@@ -39,7 +40,7 @@ from jupyter_gpu_ckpt.image import kept_files, layout, save_point, shared_chunks
 from jupyter_gpu_ckpt.image.draft import Draft
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.kernel import agent_requests
-from jupyter_gpu_ckpt.lifecycle import dump, going_back
+from jupyter_gpu_ckpt.lifecycle import dump, going_back, host_memory
 from jupyter_gpu_ckpt.lifecycle.capsule_ahead import CapsuleAhead
 from jupyter_gpu_ckpt.lifecycle.context import Saved
 
@@ -141,6 +142,46 @@ async def test_the_capsule_to_go_back_in_is_made_beside_the_kernel_and_never_in_
     await kernel.provisioner.checkpoint()
     assert beside() == []
     assert not os.path.lexists(directory / SOCKET)
+
+
+@pytest.mark.parametrize("restores_ahead", [True, False])
+async def test_nobody_deletes_the_save_point_that_a_kernel_goes_back_to(kernel, monkeypatch, restores_ahead):
+    await kernel.run("x = 1")
+    store = kernel.lifecycle.engine.store
+    monkeypatch.setattr(host_memory, "may_restore_ahead", lambda *_: restores_ahead)
+    point = await kernel.provisioner.save("one")
+    await kernel.run("x = 2")
+    refused: list[str] = []
+
+    def delete(event) -> None:
+        if event.kind == "started" and event.step in ("drain", "dump", "publish", "match", "criu_restore", "release"):
+            with pytest.raises(ImageBusy):
+                store.remove(point)
+            refused.append(event.step)
+
+    kernel.provisioner.faults.append(delete)
+    await kernel.provisioner.back("one")
+    kernel.provisioner.faults.remove(delete)
+    assert refused == ["drain", "dump", "publish", "match", "criu_restore", "release"]
+    assert await kernel.run("print(x)") == "1"
+    store.remove(point)
+    assert kernel.lifecycle.kernel.lease is None
+
+
+async def test_a_going_back_that_is_refused_leaves_its_save_point_to_others(kernel):
+    await kernel.run("x = 1")
+    point = await kernel.provisioner.save("one")
+
+    def fails(event) -> None:
+        if (event.kind, event.step) == ("started", "dump"):
+            raise NoSpace("no")
+
+    kernel.provisioner.faults.append(fails)
+    with pytest.raises(NoSpace):
+        await kernel.provisioner.back("one")
+    kernel.provisioner.faults.remove(fails)
+    with point.lease():
+        assert await kernel.run("print(x)") == "1"
 
 
 TICKING = """

@@ -29,6 +29,8 @@ _PF_EXITING = 0x4
 _SHOWN = 100
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 _OCTAL = re.compile(r"\\([0-7]{3})")
+#: Characters of a line of proc_pid_maps(5) that have the addresses and the permissions, and nothing of a name.
+_FIELDS = 40
 _LINE_BREAK, _DELETED = "\\012", " (deleted)"
 #: How a row of ``/proc/net/unix`` begins: an address, which Linux hides, and the count of references.
 _UNIX_ROW = re.compile(r"[0-9a-f]{8,16}: [0-9A-F]{8} ", re.IGNORECASE)
@@ -191,15 +193,20 @@ def described(pid: int) -> str:
     return f"process {pid}"
 
 
-def maps(pid: int, *, named: str = "", matching: re.Pattern[str] | None = None) -> list[MemoryMapping]:
+def maps(
+    pid: int, *, named: str = "", program: bool = False, matching: re.Pattern[str] | None = None
+) -> list[MemoryMapping]:
     """Return the mappings in ascending order, of the thousands that there may be only those that are wanted.
 
-    ``named``: those with this in their names.  ``matching``: those whose lines in proc_pid_maps(5) match somewhere.
+    ``named``: those with this in their names.  ``matching``: those whose lines in proc_pid_maps(5) match somewhere;
+    ``program``: and all those that may be executed.
     """
+    wanted = [line for line in lines(read(f"/proc/{pid}/maps")) if named in line]
+    if matching is not None:  # no field before the name can have an x but the permissions
+        search = matching.search
+        wanted = [line for line in wanted if (program and line.find("x", 0, _FIELDS) >= 0) or search(line)]
     found = []
-    for line in lines(read(f"/proc/{pid}/maps")):
-        if named not in line or (matching is not None and matching.search(line) is None):
-            continue
+    for line in wanted:
         words = line.split(None, 5)
         start, _, end = words[0].partition("-")
         addresses = int(start, 16), int(end, 16)

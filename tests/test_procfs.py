@@ -253,3 +253,15 @@ def test_mappings_by_a_part_of_their_names_are_those_of_all_that_have_it():
     wanted = [mapping for mapping in everything if "libc.so" in mapping.name]
     assert wanted and procfs.maps(os.getpid(), named="libc.so") == wanted
     assert procfs.maps(os.getpid(), named="no library has this name") == []
+
+
+def test_mappings_of_code_are_found_by_their_permissions_alone(tmp_path):
+    """Also where the path of another has an x, and where only a part of a file is mapped."""
+    other = tmp_path / "an x in its name"
+    other.write_bytes(bytes(8192))
+    with other.open("rb") as file, mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ, offset=4096):
+        everything = procfs.maps(os.getpid())
+        assert str(other) in [mapping.name for mapping in everything]
+        wanted = [each for each in everything if "x" in each.permissions or each.name.endswith("/libc.so.6")]
+        assert 0 < len(wanted) < len(everything)
+        assert procfs.maps(os.getpid(), program=True, matching=re.compile(r"/libc\.so\.6$")) == wanted

@@ -37,7 +37,8 @@ _NO_CALLER = re.compile(rf"{_KEPT_RUNNING.pattern}|(.*/)?ZMQbg(/|$)")
 #: Another such name may be the driver's, of a release that we do not know, or of a thread that should be frozen.
 _AMBIGUOUS = re.compile(r"cuda(-|[0-9a-f]{4})")
 #: Libraries whose locks all threads need: a thread that waits for one may hold another lock meanwhile.
-_COMMON_LIBRARIES = re.compile(r"/(libc|ld|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan)([-_.][^/]*)?$")
+_COMMON = "libc|ld|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan"
+_COMMON_LIBRARIES = re.compile(rf"/({_COMMON})([-_.][^/]*)?$")
 #: glibc's arenas but for the first begin at a multiple of this, with their lock in the first bytes (malloc/arena.c).
 _MALLOC_ARENA, _MALLOC_ARENA_HEAD = 64 << 20, 64
 #: futex(2): FUTEX_WAIT and FUTEX_WAIT_BITSET, without the flags for private ones and the clock.
@@ -61,8 +62,9 @@ _LIBRARY = re.compile(r"/[^/]*_fastpath([-_.][^/]*)?$")
 _PYTHON = re.compile(r"/(lib)?python[0-9][^/]*$")
 #: A thread that is stopped in there may have the lock of a queue that libzmq's own threads put something into.
 _LIBZMQ = re.compile(r"/libzmq([-_.][^/]*)?$")
-#: Lines of proc_pid_maps(5) of mappings that matter: code, and the memory of some libraries.
-_USED = re.compile(rf"^\S+ ..x|{_COMMON_LIBRARIES.pattern}|{_LIBRARY.pattern}")
+#: Lines of proc_pid_maps(5) of mappings that matter beside code: the memory of some libraries.  It begins with what few
+#: lines have: a kernel with CUDA has thousands.
+_USED = re.compile(rf"/(?:{_COMMON}|[^/]*_fastpath)(?:[-_.][^/]*)?$")
 #: Bytes of a waiting thread's stack that are searched: the C library's own frames are much smaller.
 _STACK_BYTES = 4096
 #: Bytes of glibc's thread descriptor behind the head of its robust list that are searched.  The function is at 856 with
@@ -398,7 +400,7 @@ class _Shared(NamedTuple):
     @classmethod
     def of(cls, pid: int) -> _Shared:
         """Read those of a process from proc_pid_maps(5)."""
-        mappings = procfs.maps(pid, matching=_USED)
+        mappings = procfs.maps(pid, program=True, matching=_USED)
         code = [mapping for mapping in mappings if "x" in mapping.permissions]
 
         def named(pattern: re.Pattern[str], among: list[procfs.MemoryMapping] = code) -> _AddressRanges:

@@ -642,7 +642,8 @@ class FastPath:
         if self._cuda.state(pid) is CudaState.LOCKED:
             self._cuda.unlock(pid)
         try:
-            self._request_swap_in(timeout_s, wait_s, held)
+            verb = f"swap_in {round(wait_s * 1000)}" if wait_s else "swap_in"
+            self._request_swap_in(verb, timeout_s + wait_s, held)
         except _NoReply as error:
             self._log_blocked_threads()
             raise _cuda_error(error) from error
@@ -661,18 +662,15 @@ class FastPath:
         """
         self._cuda.unlock(self._pid)
         try:
-            self._request_swap_in(timeout_s, proves=proves)
+            self._request_swap_in("swap_in_checked" if proves else "swap_in", timeout_s)
         except (_NoReply, _Refused) as error:
             raise _cuda_error(error) from error
 
-    def _request_swap_in(
-        self, timeout_s: float, wait_s: float = 0.0, held: HeldMemory | None = None, *, proves: bool = False
-    ) -> None:
-        with self._library(timeout_s + wait_s) as library:
+    def _request_swap_in(self, verb: str, timeout_s: float, held: HeldMemory | None = None) -> None:
+        with self._library(timeout_s) as library:
             if library is None:
                 raise _NoReply("The kernel's library for device memory cannot be reached.")
-            verb = "swap_in_checked" if proves else "swap_in"
-            library.request(f"{verb} {round(wait_s * 1000)}" if wait_s else verb, held)
+            library.request(verb, held)
 
     def _suspend_again(self, lock_s: float, timeout_s: float) -> None:
         """Have the driver suspend a kernel whose allocations could not be swapped in; the lock alone will do."""

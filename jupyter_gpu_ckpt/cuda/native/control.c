@@ -198,12 +198,12 @@ static CUresult (*step_of(const char *verb))(void)
         patience = milliseconds / 1e3;
         return swap_in_patiently;
     }
-    return strcmp(verb, "copy_out") == 0   ? swap_copy_out
-           : strcmp(verb, "free") == 0     ? swap_free_device
-           : strcmp(verb, "move_out") == 0 ? swap_move_out
-           : strcmp(verb, "swap_in") == 0  ? swap_in
+    return strcmp(verb, "copy_out") == 0          ? swap_copy_out
+           : strcmp(verb, "free") == 0            ? swap_free_device
+           : strcmp(verb, "move_out") == 0        ? swap_move_out
+           : strcmp(verb, "swap_in") == 0         ? swap_in
            : strcmp(verb, "swap_in_checked") == 0 ? swap_in_checked
-                                           : NULL;
+                                                  : NULL;
 }
 
 static bool brings_in(CUresult (*step)(void))
@@ -307,8 +307,8 @@ static void reply(const char *verb, struct passed *received)
                           "\"known\": %d, \"exported\": %zu, \"held\": %zu, \"seconds\": %.6f, \"parts\": {%s}}\n",
                           CONTROL_VERSION, result, amounts.allocations, amounts.bytes, amounts.swapped_out,
                           amounts.kept, mirror_runs(), managed_count(), allocations_shared() + mappings_exported(),
-                          atomic_load(&gpu_ckpt_published.touches), host_memory_is_known(), sent.count, sent.held, now() - began,
-                          parts);
+                          atomic_load(&gpu_ckpt_published.touches), host_memory_is_known(), sent.count, sent.held,
+                          now() - began, parts);
     close_all(received);
     send_reply(line, (size_t)length, &sent);
     swap_free_host();

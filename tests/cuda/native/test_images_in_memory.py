@@ -252,7 +252,7 @@ def test_a_file_system_without_links_has_them_copied(kernel, swapped_in, monkeyp
 
 
 class Proofs:
-    """How the device memory of images has come back: files that were read for it, and the requests of swaps."""
+    """The ways in which device memory of images came back: files that were read, and the requests of swaps."""
 
     def __init__(self, monkeypatch) -> None:
         self.read, self.requests = list[str](), list[str]()

@@ -270,7 +270,7 @@ def test_what_has_no_digest_is_not_proved(subject, control, function):
 
 
 def test_a_page_without_a_digest_among_others_makes_all_unknown(subject, control):
-    """Where the kernel for digests could not be launched for some of them."""
+    """The kernel for digests could not be launched for some of them."""
     subject.alloc(1, 8 * MIB, "cuda", "full")
     subject.fail("cuLaunchKernel", 1, FAULT, lasting=True)
     control.must("copy_out", "free")

@@ -110,14 +110,13 @@ class Manifest:
         type.  The same text gives the same object, which is not to be changed.
         """
         try:
-            return _parsed(text) if len(text) <= _CACHED_BYTES else cls.parsed(text)
+            return _parsed_once(text) if len(text) <= _CACHED_BYTES else cls._parsed(text)
         except ImageFormat as error:
             error.details["image"] = id
             raise
 
     @classmethod
-    def parsed(cls, text: _Text) -> Manifest:
-        """Parse a manifest.  Raises `ImageFormat`."""
+    def _parsed(cls, text: _Text) -> Manifest:
         if len(text) > MOST_BYTES:
             raise ImageFormat("The image's manifest is too large to be one.", bytes=len(text))
         try:
@@ -133,8 +132,8 @@ class Manifest:
 
 
 @functools.lru_cache(_CACHED)
-def _parsed(text: _Text) -> Manifest:
-    return Manifest.parsed(text)
+def _parsed_once(text: _Text) -> Manifest:
+    return Manifest._parsed(text)
 
 
 def safe_name(name: str) -> bool:

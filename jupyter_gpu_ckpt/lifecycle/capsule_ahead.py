@@ -30,9 +30,9 @@ class ProcessesAhead:
     """The right to restore an image beside its kernel: its lease, and its verification, which was begun.
 
     ``files``: yields CRIU's files as CRIU reads them.  ``restore``: restores the processes from those in a capsule,
-    where they stay stopped.  ``is_still_true``: whether all that they
-    have open is as it was then.  ``resume``: moves their CUDA state to the GPU, while only the driver's threads run;
-    None where that must not be.  ``suspend``: takes that back, before they are ended; never raises.
+    where they stay stopped.  ``is_still_true``: whether all that they have open is as it was then.  ``resume``: moves
+    their CUDA state to the GPU, while only the driver's threads run; None where that must not be.  ``suspend``: takes
+    that back, before they are ended; never raises.
     """
 
     lease: Lease

@@ -329,7 +329,7 @@ class KernelState:
     #: Of a kernel that comes or goes back: the capsule that it will be in.
     ahead: CapsuleAhead | None = None
     #: Of the save point that the kernel goes back to, until its restore has it (`lease_of`).
-    lease: Lease | None = None
+    point_lease: Lease | None = None
     #: Of the state that the kernel goes back from: its image is not complete yet.
     completion: Completion | None = None
     #: Of a kernel that shares GPUs.
@@ -367,15 +367,16 @@ class KernelState:
 
         Raises as `Image.lease`.
         """
-        lease, self.lease = self.lease, None
-        if lease is None or lease.path == image.path:
-            return lease or image.lease(timeout)
-        lease.release()
+        lease, self.point_lease = self.point_lease, None  # first: the capsule ahead has a thread of its own
+        if lease is not None and lease.path == image.path:
+            return lease
+        if lease is not None:
+            lease.release()
         return image.lease(timeout)
 
-    def release_lease(self) -> None:
+    def release_point_lease(self) -> None:
         """End the lease of the save point that the kernel was to go back to, if no restore has it.  Never raises."""
-        lease, self.lease = self.lease, None
+        lease, self.point_lease = self.point_lease, None
         if lease is not None:
             lease.release()
 

@@ -62,7 +62,7 @@ def check(kernel: KernelState, point: Image, files: FilesChoice) -> list[str]:
         message = f"Going back needs {size(needed)} in the image directory for a moment."
         raise NoSpace(message, left=failures.what_is_left(kernel), needed=needed)
 
-    own = kernel.lease  # of a request before, to go back to the same one
+    own = kernel.point_lease  # of a request before, to go back to the same one
     with contextlib.nullcontext() if own is not None and own.path == point.path else point.lease(MOMENT):
         engine.store.begin_check(point).cancel(wait_for_end=True)  # the rest is verified as it is read
         aside = links.set_aside(point.manifest)

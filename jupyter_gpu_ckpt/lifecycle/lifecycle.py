@@ -174,8 +174,8 @@ class Lifecycle:
             if asleep is not None and not going_back.is_covered(store, asleep, then):
                 self.wake()  # only a dump keeps the files that are replaced
                 asleep, then = None, going_back.check(kernel, point, files)
-            stack.callback(kernel.release_lease)
-            kernel.lease = point.lease(MOMENT)  # nobody deletes it while the present state is saved
+            stack.callback(kernel.release_point_lease)
+            kernel.point_lease = point.lease(MOMENT)  # nobody deletes it while the present state is saved
             name = going_back.automatic_name("before going back", store.images(), self.home.kernel_id)
             if asleep is None:
                 options: dict[str, Any] = {"save_point": SavePoint(name, automatic=True), "notebook": notebook}

@@ -165,7 +165,7 @@ async def test_nobody_deletes_the_save_point_that_a_kernel_goes_back_to(kernel, 
     assert refused == ["drain", "dump", "publish", "match", "criu_restore", "release"]
     assert await kernel.run("print(x)") == "1"
     store.remove(point)
-    assert kernel.lifecycle.kernel.lease is None
+    assert kernel.lifecycle.kernel.point_lease is None
 
 
 async def test_a_going_back_that_is_refused_leaves_its_save_point_to_others(kernel):

@@ -19,7 +19,7 @@ from .. import procfs
 from ..errors import CudaError, CudaTimeout, DriverTooOld, StateError, UnsupportedCuda
 from ..process import syscalls
 from .checkpoint_api import DriverRefused
-from .helper_client import Facade
+from .helper_client import Caller, Facade
 
 # CUresult numbers (CUDA Driver API, "Data types used by CUDA driver").
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED = 1, 2, 3
@@ -78,6 +78,11 @@ class Cuda(Facade):
     CudaError
         The driver refused; ``cuda_result`` and ``cuda_name`` in the details are the error's number and name.
     """
+
+    def __init__(self, helper: Caller | None = None) -> None:
+        super().__init__(helper)
+        #: Processes of which the driver has reported a state, with the time of their start (`state`).
+        self._known = dict[int, int]()
 
     def available(self) -> None:
         """Return if this host can checkpoint CUDA processes.
@@ -154,8 +159,18 @@ class Cuda(Facade):
         With a driver that is too old a process that another one has suspended is in state ``NONE``: see `available`.
         """
         self._check_process(pid)
-        if not self.uses_cuda(pid):
+        started = self._started(pid)
+        # The list of a large process's mappings takes as long to read as the driver to answer.
+        if self._known.get(pid) != started and not self.uses_cuda(pid):
             return CudaState.NONE
+        state = self._reported(pid)
+        if state is not CudaState.NONE:
+            self._known[pid] = started
+        else:  # another program may run in it by now
+            self._known.pop(pid, None)
+        return state
+
+    def _reported(self, pid: int) -> CudaState:
         try:
             number = self._helper.call("cuda.state", lane=pid, timeout_s=QUICK_TIMEOUT_S, pid=pid)
         except DriverTooOld:
@@ -239,6 +254,13 @@ class Cuda(Facade):
         group = procfs.fields(self._read(pid, "status")).get("Tgid", str(pid))
         if int(group) != pid:
             raise ValueError(f"{pid} is a thread of process {group}")
+
+    def _started(self, pid: int) -> int:
+        """Return when the process was started, in clock ticks since the boot; overridden by the fake."""
+        try:
+            return procfs.stat(pid).started
+        except OSError as error:
+            raise _unreadable(pid, error) from error
 
     def _read(self, pid: int, name: str) -> str:
         """Read a file of /proc/``pid``; overridden by the fake."""

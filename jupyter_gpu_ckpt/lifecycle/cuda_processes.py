@@ -54,13 +54,20 @@ def mirrored(kernel: KernelState) -> bool:
     return len(candidates(kernel)) == 1 and kernel.fast_path().mirrored()
 
 
-def states(kernel: KernelState, cuda: Cuda | None = None) -> dict[int, CudaState]:
+def states(kernel: KernelState, cuda: Cuda | None = None, *, but: Collection[int] = ()) -> dict[int, CudaState]:
     """Return the CUDA state of the processes that have one, by host pid, the kernel's own first.  Raises `CudaError`.
 
-    ``cuda``: the facade that asks the driver, if it is not the shared one.
+    ``cuda``: the facade that asks the driver, if it is not the shared one.  ``but``: without these, which are not asked
+    for: the driver takes a millisecond for each.
     """
-    found = {pid: _unless_ended(kernel, pid, (cuda or kernel.engine.cuda).state) for pid in _all(kernel)}
+    asked = [pid for pid in _all(kernel) if pid not in but]
+    found = {pid: _unless_ended(kernel, pid, (cuda or kernel.engine.cuda).state) for pid in asked}
     return {pid: state for pid, state in found.items() if state not in (None, CudaState.NONE)}  # type: ignore[misc]
+
+
+def states_of_children(kernel: KernelState) -> dict[int, CudaState]:
+    """Return the CUDA state of the kernel's children that have one, by host pid.  Raises `CudaError`."""
+    return states(kernel, but=[kernel.require_capsule().host_pid])
 
 
 def inherited_files(kernel: KernelState, using: Collection[int]) -> dict[int, list[str]]:
@@ -124,9 +131,9 @@ def beginning(kernel: KernelState) -> list[int]:
 
 def unlock_children(kernel: KernelState) -> list[int]:
     """Have the children of the kernel run that the driver has locked and not suspended; return them."""
-    capsule, found, done = kernel.require_capsule(), states(kernel), list[int]()
-    for pid in found:
-        if found[pid] is CudaState.LOCKED and pid != capsule.host_pid:
+    capsule, done = kernel.require_capsule(), list[int]()
+    for pid, state in states_of_children(kernel).items():
+        if state is CudaState.LOCKED:
             with suppress(GpuCkptError):  # a resume of the kernel does it
                 kernel.fast_path(pid=pid).swap_in(lock_s=kernel.settings.cuda, timeout_s=kernel.deadline(0))
                 capsule.unfreeze_threads(child=pid)
@@ -261,8 +268,7 @@ def lock(kernel: KernelState, but: Collection[int] = ()) -> list[int]:
     with ExitStack() as stack:
         try:
             for _ in range(_ROUNDS):
-                new = [pid for pid in states(kernel, cuda) if pid not in (*locked, *but)]
-                if not new:
+                if not (new := [*states(kernel, cuda, but=(*locked, *but))]):
                     return locked
                 if cuda is kernel.engine.cuda and [*locked, *new] != [own]:
                     cuda = stack.enter_context(cuda.with_own_helper())
@@ -353,8 +359,7 @@ def resume_children(kernel: KernelState, gpu_mapping: Mapping[str, str] | None, 
 
     Call it inside a reservation for all of them, as `Cuda.restore`.  Frozen threads stay so.
     """
-    cuda, own = kernel.engine.cuda, kernel.require_capsule().host_pid
-    children = {pid: state for pid, state in states(kernel).items() if pid != own}
+    cuda, children = kernel.engine.cuda, states_of_children(kernel)
     kernel.restored_on_gpu = kernel.restored_on_gpu or CudaState.CHECKPOINTED in children.values()
 
     def resume(pid: int) -> None:

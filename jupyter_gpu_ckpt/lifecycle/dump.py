@@ -37,7 +37,7 @@ from ..process import connections, descriptors, shared_memory
 from ..process.sockets import let_ports_be_rebound
 from . import completing, cuda_processes, host_memory, preflight, restore
 from .context import Attempt, KernelState, PartlyDone, Reason
-from .suspend import driver_checkpoint, suspend_late, why_not, without_sockets
+from .suspend import driver_checkpoint, gate_connections, suspend_late, why_not, without_sockets
 
 #: How names of directories begin in which `multiprocessing` has its listeners (util.py, get_temp_dir).
 _MULTIPROCESSING = "pymp-"
@@ -67,25 +67,24 @@ def disconnect(attempt: Attempt) -> None:
 
 
 def _disconnect(attempt: Attempt) -> None:
-    kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
+    kernel = attempt.kernel
     if kernel.refusal is not None and not attempt.unwinding:
         raise copy.copy(kernel.refusal)
     if not attempt.unwinding:  # a kernel that was suspended before had a preflight for a suspend only
         suspend_late(kernel)
         _note_inherited_files(kernel)
         _require_fit(kernel)
-    if (error := without_sockets(kernel)) is not None:
+    before = gate_connections(kernel)
+    if (error := without_sockets(kernel, before)) is not None:
         raise error
     if kernel.disconnected:  # by an earlier try, or an earlier server's end
         return
-    pid, own = capsule.host_pid, kernel.home.own_sockets
-    before = preflight.open_connections(pid, own)
     kernel.gate.close()
     kernel.disconnected = True
     deadline = time.monotonic() + kernel.settings.connect
     # Each endpoint must lose one, the gate's.  Others may stay: a kernel can be connected to itself, and CRIU names a
     # stranger's.
-    while any(count >= before[path] for path, count in preflight.open_connections(pid, own).items()):
+    while any(count >= before[path] for path, count in gate_connections(kernel).items()):
         if time.monotonic() > deadline:
             raise errors.GateError("The kernel does not close its connections to the gate.")
         time.sleep(0.0005)
@@ -249,7 +248,7 @@ def _run_criu(attempt: Attempt, draft: Draft, bytes: int, needed: int, processes
         _shared_pages_dropped(attempt, draft, processes),
     ):
         deadline, freeze = kernel.deadline(bytes), kernel.saved.cuda
-        children = [pid for pid in cuda_processes.states(kernel) if pid != capsule.host_pid] if freeze else []
+        children = [*cuda_processes.states_of_children(kernel)] if freeze else []
         draft.note_before_dump(capsule.processes())
         with attempt.traced.part("criu"):
             kernel.engine.criu.dump(

@@ -7,6 +7,7 @@ import copy
 import functools
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -89,7 +90,7 @@ def _findings(
         only_suspended = not writes and _is_suspendable(kernel, reason)
         found.append(PreflightFinding(reason.code, reason.message) if only_suspended else preflight.blocking(reason))
     if inspection is not None:
-        if (error := without_sockets(kernel)) is not None:
+        if (error := without_sockets(kernel, gate_connections(kernel))) is not None:
             found.append(preflight.blocking(error))
         if not kernel.home.has_agent:
             found.append(preflight.WITHOUT_AGENT)
@@ -221,13 +222,17 @@ def _space_for_image(kernel: KernelState) -> int:
     return min(store.free(), memory, store.vault.free() + _allocated(kernel))
 
 
-def without_sockets(kernel: KernelState) -> errors.RuntimeDirectory | None:
-    """Return why the kernel could not be reached once its connections are closed; None if it can.
+def gate_connections(kernel: KernelState) -> Counter[str]:
+    """Count the connections at each of the kernel's own sockets, by path."""
+    return preflight.open_connections(kernel.require_capsule().host_pid, kernel.home.own_sockets)
+
+
+def without_sockets(kernel: KernelState, connections: Mapping[str, int]) -> errors.RuntimeDirectory | None:
+    """Return why the kernel could not be reached once its ``connections`` are closed; None if it can.
 
     CRIU saves a socket whose file was removed as one without a name.
     """
-    pid, directory = kernel.require_capsule().host_pid, kernel.home.runtime_dir
-    connections = preflight.open_connections(pid, kernel.home.own_sockets)
+    directory = kernel.home.runtime_dir
     if all((directory / Path(path).name).exists() for path in connections):
         return None
     message = f"The sockets of the kernel were removed from {directory}: it could not be reached after a restore."
@@ -431,8 +436,8 @@ def suspend_late(kernel: KernelState) -> None:
     for _ in range(_LATE_ROUNDS):
         while True:
             begin = cuda_processes.beginning(kernel)  # before: one that has begun since is among those with a state
-            states = cuda_processes.states(kernel)
-            late = [pid for pid, state in states.items() if state is CudaState.RUNNING and pid != own]
+            states = cuda_processes.states_of_children(kernel)
+            late = [pid for pid, state in states.items() if state is CudaState.RUNNING]
             if late or not begin:
                 break
             if time.monotonic() > end or kernel.cancellation.wait(0.02, Reason.DETACH):
@@ -442,7 +447,7 @@ def suspend_late(kernel: KernelState) -> None:
             return
         used: dict[int, dict[str, int]] = {}
         try:
-            locked = cuda_processes.lock(kernel, but=[pid for pid in states if pid not in late])
+            locked = cuda_processes.lock(kernel, but=[own, *(pid for pid in states if pid not in late)])
             used = {pid: kernel.engine.gpus.used_by(pid) for pid in locked}
             _count(saved, used)
             _suspend_children(kernel, locked, sum(bytes for each in used.values() for bytes in each.values()))

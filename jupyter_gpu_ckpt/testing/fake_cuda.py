@@ -309,6 +309,9 @@ class FakeCuda(Cuda):
         self._read(pid, "status")
         return self.driver.processes[pid].nccl
 
+    def _started(self, pid: int) -> int:
+        return id(self.driver.processes[pid])
+
     def _read(self, pid: int, name: str) -> str:
         real.check_pid(pid)
         process = self.driver.processes.get(pid)

@@ -73,6 +73,34 @@ class TestCuda:
             assert cuda.device_files(os.getpid()) == []
             assert cuda._helper.pid is None
 
+    def test_the_mappings_of_a_process_are_read_until_the_driver_knows_it(self, monkeypatch):
+        """And again where that was another process, or another program that it ran."""
+        answers, looked = {}, []
+
+        class Answers:
+            def call(self, op, **args):
+                if op == "cuda.state" and answers[args["pid"]] is None:
+                    raise DriverRefused(3, "CUDA_ERROR_NOT_INITIALIZED")
+                return answers.get(args.get("pid"))
+
+        cuda = Cuda(Answers())
+        monkeypatch.setattr(cuda, "uses_cuda", lambda pid: looked.append(pid) or True)
+        pid = os.getpid()
+        for answer, state, looks in (
+            (None, CudaState.NONE, 1),
+            (0, CudaState.RUNNING, 2),
+            (2, CudaState.CHECKPOINTED, 2),
+            (None, CudaState.NONE, 2),
+            (None, CudaState.NONE, 3),
+            (0, CudaState.RUNNING, 4),
+        ):
+            answers[pid] = answer
+            assert cuda.state(pid) is state
+            assert len(looked) == looks
+        monkeypatch.setattr(cuda, "_started", lambda pid: -1)
+        assert cuda.state(pid) is CudaState.RUNNING
+        assert len(looked) == 5
+
     @pytest.mark.parametrize("name", ["\0/tmp/nccl-socket-0-840b4f60b1dfa869", "/tmp/nccl-socket-1-ef1f1062e0c09dd6"])
     def test_a_socket_of_nccl_s_shows_that_a_process_communicates_by_it(self, runtime_base, name):
         """Abstract, or a file (NCCL_IPC_USE_ABSTRACT_SOCKET=0), whose path may have 107 bytes."""

@@ -176,8 +176,8 @@ def obstacle(path: str, file: KeptFile, image: Path) -> str:
         return f"{directory} is no directory"
     try:
         facts, there = directory.stat(), target.lstat() if os.path.lexists(target) else None
-        if there is not None and stat.S_ISDIR(there.st_mode):
-            return "a directory has its name"
+        if there is not None and (other := _kind_of_no_file(there.st_mode)):
+            return f"{other} has its name"
         if not os.access(directory, os.W_OK | os.X_OK):
             return f"no file can be made in {directory}"
         if there is not None and facts.st_mode & stat.S_ISVTX and uid not in (0, facts.st_uid, there.st_uid):
@@ -210,9 +210,18 @@ def put_back(path: str, file: KeptFile, directory: Path) -> None:
             os.fchmod(made, file.mode)
             os.utime(made, ns=(file.mtime, file.mtime))
             os.fsync(made)  # else a power failure may leave a file without content
+        if os.path.lexists(target) and (other := _kind_of_no_file(target.lstat().st_mode)):
+            raise FileExistsError(errno.EEXIST, f"{other} has its name", path)
         draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _kind_of_no_file(mode: int) -> str:
+    """Return what has this mode, empty for a regular file: no save point keeps it, so it must not be replaced."""
+    if stat.S_ISREG(mode):
+        return ""
+    return "a directory" if stat.S_ISDIR(mode) else "a symbolic link" if stat.S_ISLNK(mode) else "a special file"
 
 
 def _attributes(path: str) -> dict[str, str] | None:

@@ -134,6 +134,20 @@ def test_a_copy_that_is_not_what_was_saved_replaces_nothing(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "kept"]
 
 
+def test_a_link_that_has_the_name_of_a_file_by_now_is_not_replaced(tmp_path):
+    """Nobody would have it: it is no file that the save of the present state could keep."""
+    path = tmp_path / "file"
+    path.write_text("as then")
+    files = kept_files.keep({str(path): {"writes": True}}, [], tmp_path / "kept", 100, 100)
+    [facts] = kept_files.hashed(files, tmp_path / "kept").values()
+    path.unlink()
+    path.symlink_to("elsewhere")
+    with pytest.raises(FileExistsError, match="a symbolic link has its name"):
+        kept_files.put_back(str(path), kept_files.KeptFile(**facts), tmp_path / "kept")
+    assert os.readlink(path) == "elsewhere"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "kept"]
+
+
 def test_what_stands_in_the_way_of_a_file_shows_before(tmp_path, monkeypatch):
     file, path = kept_files.KeptFile(10, 0, 0o600, copy="0"), tmp_path / "a" / "b" / "file"
 
@@ -146,6 +160,12 @@ def test_what_stands_in_the_way_of_a_file_shows_before(tmp_path, monkeypatch):
     path.mkdir(parents=True)
     assert found() == "a directory has its name"
     path.rmdir()
+    path.symlink_to("elsewhere")
+    assert found() == "a symbolic link has its name"
+    path.unlink()
+    os.mkfifo(path)
+    assert found() == "a special file has its name"
+    path.unlink()
     path.touch()
     assert found() == ""
     path.parent.chmod(0o1777)

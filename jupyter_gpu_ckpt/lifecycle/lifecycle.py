@@ -172,7 +172,11 @@ class Lifecycle:
                     restore.fetch_content(kernel, point)
             then = going_back.check(kernel, point, files)
             if asleep is not None and not going_back.is_covered(store, asleep, then):
-                self.wake()  # only a dump keeps the files that are replaced
+                # Only a dump keeps the files that are replaced.  Others may have changed them: as they are now, they
+                # belong to the state that is saved.
+                if asleep.is_save_point:
+                    going_back.put_missing_files_back(store, asleep)
+                self._perform(Move.RESTORE, State.RUNNING, accept_changed_files=True)
                 asleep, then = None, going_back.check(kernel, point, files)
             stack.callback(kernel.release_point_lease)
             kernel.point_lease = point.lease(MOMENT)  # nobody deletes it while the present state is saved

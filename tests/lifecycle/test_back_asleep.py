@@ -81,13 +81,39 @@ async def test_a_file_that_the_save_point_does_not_have_need_not_be_there(kernel
 
 
 async def test_a_file_that_changed_while_it_slept_is_not_replaced_without_a_copy(kernel, tmp_path):
-    """Wake it first, which fails: the image that it sleeps in could not be restored with a copy of that file."""
-    image = await asleep(kernel, MORE)
+    """It wakes with the file as it is: the image that it sleeps in could not be restored with a copy of that."""
+    await asleep(kernel, MORE)
     (tmp_path / "log").write_text("of another program")
+    before = await kernel.provisioner.back("one", "then")
+    assert await kernel.run("print(x, open('log').read())") == "1 then"
+    await kernel.provisioner.back(name(before), "then")
+    assert await kernel.run("print(x, open('log').read())") == "2 of another program"
+
+
+async def test_files_that_differ_from_the_save_point_that_it_sleeps_in_are_put_back(kernel, tmp_path):
+    """One was changed and one is gone, as on another node that the save point was moved to."""
+    await kernel.run(f"{LOG}; other = open('other', 'w'); n = other.write('more'); other.flush()")
+    point = kernel.lifecycle.checkpoint(SavePoint("one"))
+    (tmp_path / "log").write_text("of another program")
+    (tmp_path / "other").unlink()
+    with pytest.raises(FilesDiffer) as caught:
+        await kernel.provisioner.back("one", "now")
+    assert [each["choices"] for each in caught.value.details["files"]] == [["then"]]
+    before = await kernel.provisioner.back("one", "then")
+    assert (before.id != point.id, name(before)[:18]) == (True, "before going back ")
+    assert await kernel.run("print(x, log.tell(), open('log').read(), open('other').read())") == "1 4 then more"
+    await kernel.provisioner.back(name(before), "then")
+    assert await kernel.run("print(open('log').read(), open('other').read())") == "of another program more"
+
+
+async def test_one_that_cannot_wake_with_the_files_as_they_are_stays_asleep(kernel, tmp_path):
+    """The log is of another program's by now, and shorter than what the kernel has mapped of it."""
+    image = await asleep(kernel, MORE, "import mmap, os; m = mmap.mmap(os.open('log', os.O_RDWR), 0)")
+    (tmp_path / "log").write_text("")
     with pytest.raises(ChangedFile) as caught:
         await kernel.provisioner.back("one", "then")
     assert caught.value.left == f"the image is kept as {image.id}"
-    assert (tmp_path / "log").read_text() == "of another program"
+    assert (tmp_path / "log").read_text() == ""
     assert (kernel.state, kernel.lifecycle.image.is_save_point) == ("checkpointed", False)
 
 

@@ -138,9 +138,11 @@ async def rounds(root: Path, options: argparse.Namespace) -> tuple[dict[str, lis
             note(kernel.steps, "save", steps)
             if options.template:
                 store = kernel.lifecycle.engine.store
-                with mock.patch.dict(os.environ, JUPYTER_DATA_DIR=str(root / "data")):
+                kernelspecs = mock.patch.dict(os.environ, JUPYTER_DATA_DIR=str(root / "data"))
+                with kernelspecs:
                     template = templates.create(store, point, f"bench-{number}", accept_differences=True)
-                    await branched(kernel, store.get(template.image), root / f"branch{number}", cell, figures, steps)
+                await branched(kernel, store.get(template.image), root / f"branch{number}", cell, figures, steps)
+                with kernelspecs:
                     templates.remove(store, template.name)
                 store.remove(point)
                 continue

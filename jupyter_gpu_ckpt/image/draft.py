@@ -12,7 +12,7 @@ import fcntl
 import fnmatch
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +180,10 @@ class Draft:
         """Note where a dump of ``pids`` may make links, for `discard` or a later sweep.  Raises `NoSpace`."""
         with mapped_errors(self._root):
             links.note_before_dump(pids, self._journal)
+
+    def add_hashed(self, entries: Mapping[str, FileEntry]) -> None:
+        """Add files that are in the draft and need not be hashed again, by their names in a manifest."""
+        self._known |= entries
 
     def size(self) -> int:
         """Return the bytes written so far.  From any thread."""

@@ -1,15 +1,16 @@
 """The user's files that a save point keeps, so that a kernel can go back to them: as they were when it was saved.
 
 Each is a copy in the image, as a reflink where the file system can.  Elsewhere only what the kernel has open for
-writing is copied, and small files that it reads; not program code, of which there may be gigabytes.  Not by hard links:
-they change the file's ctime, by which the images of other kernels know that it is the same.  A kernel goes back with a
-file that was not kept as it is now, if at all.
+writing is copied, and small files that it reads.  Not by hard links: they change the file's ctime, by which the images
+of other kernels know that it is the same.  Program code, of which there may be gigabytes, is copied when the kernel
+runs again, and once: save points share it.  A kernel goes back with a file that was not kept as it is now, if at all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import secrets
@@ -25,7 +26,13 @@ from blake3 import blake3
 
 from ..errors import ImageDamaged, MissingFile, NoSpace
 from ..files import clone
+from ..node.facts import file_facts, same_file
+from . import layout
 from .image import Image
+from .manifest import FileEntry
+from .shared_chunks import link
+
+_log = logging.getLogger(__name__)
 
 #: Shared memory is the kernel's, not a file of the user.
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - where glibc keeps it
@@ -38,6 +45,8 @@ _BLOCK = 4 << 20
 _OF_PROGRAMS = "user.", "system.posix_acl_access"
 #: Bytes of the largest file that is copied although the kernel only reads it.
 _SMALL = 16 << 20
+#: The names of copies.
+_COPY = re.compile(rf"[0-9]+|{layout.LIBRARIES}/[0-9a-f]{{64}}")
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,66 @@ def keep(
     return found
 
 
+def keep_code(
+    files: Mapping[str, Mapping[str, Any]], directory: Path, most: int, points: Iterable[Image]
+) -> dict[str, KeptFile]:
+    """Keep program code, files of a fingerprint, in this directory.
+
+    What one of the save points ``points`` has is shared by a link.  The rest is copied, the smallest files first, up to
+    ``most`` bytes.  Unlike other files it need not be copied while the processes are stopped: a new version is another
+    file.  One that cannot be copied, or was replaced meanwhile, is left out.
+    """
+    others = [(image, image.manifest.fingerprint.get("files", {}), of_image(image)) for image in points]
+    found: dict[str, KeptFile] = {}
+    known = {path: facts for path, facts in files.items() if facts.get("size") and "inode" in facts}
+    for path, facts in sorted(known.items(), key=lambda each: int(each[1]["size"])):
+        hash = next(filter(None, (_linked_code(path, facts, directory, *each) for each in others)), "")
+        if not hash and facts["size"] <= most and (hash := _copied_code(path, facts, directory)):
+            most -= facts["size"]
+        if hash:
+            with contextlib.suppress(OSError):
+                status = os.lstat(path)
+                mode, owners = stat.S_IMODE(status.st_mode), (status.st_uid, status.st_gid)
+                found[path] = KeptFile(facts["size"], facts["mtime"], mode, f"{layout.LIBRARIES}/{hash}", hash, *owners)
+    for each in (directory / layout.LIBRARIES, directory):  # an image has no empty directories
+        with contextlib.suppress(OSError):
+            each.rmdir()
+    return found
+
+
+def _linked_code(
+    path: str,
+    facts: Mapping[str, Any],
+    directory: Path,
+    image: Image,
+    noted: Mapping[str, Mapping[str, Any]],
+    kept: Mapping[str, KeptFile],
+) -> str:
+    """Link the copy that a save point has of the same file; return its hash, empty if it has none."""
+    if path not in kept or not kept[path].copy.startswith(layout.LIBRARIES) or not same_file(noted.get(path, {}), facts):
+        return ""
+    hash, target = kept[path].blake3, directory / kept[path].copy
+    if not target.exists():
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not link(image.criu_directory / layout.KEPT / kept[path].copy, target):
+            return ""
+    return hash
+
+
+def _copied_code(path: str, facts: Mapping[str, Any], directory: Path) -> str:
+    """Copy a file; return its hash, empty for one that cannot be copied, or is another one by now."""
+    draft, size = directory / layout.LIBRARIES / "draft", facts["size"]
+    try:
+        draft.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        copied = clone.copy(Path(path), draft, size) is not None
+        if copied and (now := file_facts(path)) is not None and same_file(facts, now):
+            return draft.replace(draft.with_name(_hash(draft))).name
+    except OSError as error:
+        _log.info("%s is not copied: %s", path, error.strerror)
+    draft.unlink(missing_ok=True)
+    return ""
+
+
 @contextlib.contextmanager
 def _errors_mapped(path: str) -> Iterator[None]:
     """Map errors of the copy of a file that is to be replaced."""
@@ -123,9 +192,15 @@ def _errors_mapped(path: str) -> Iterator[None]:
 def hashed(files: Mapping[str, KeptFile], directory: Path) -> dict[str, dict[str, Any]]:
     """Return the files as JSON objects, with hashes of their copies in ``directory``.  Raises `OSError`."""
     return {
-        path: {**vars(file), "blake3": _hash(directory / file.copy) if file.copy else ""}
+        path: {**vars(file), "blake3": file.blake3 or (_hash(directory / file.copy) if file.copy else "")}
         for path, file in files.items()
     }
+
+
+def entries(files: Mapping[str, KeptFile]) -> dict[str, FileEntry]:
+    """Return the entries of files whose hashes are known, by their names in a manifest."""
+    kept = [file for file in files.values() if file.blake3]
+    return {f"{layout.CRIU}/{layout.KEPT}/{file.copy}": FileEntry(file.bytes, file.blake3) for file in kept}
 
 
 def of_image(image: Image) -> dict[str, KeptFile]:
@@ -135,7 +210,7 @@ def of_image(image: Image) -> dict[str, KeptFile]:
     for path, facts in files.items() if isinstance(files, dict) else ():
         with contextlib.suppress(TypeError):
             file = KeptFile(**facts)
-            if isinstance(file.copy, str) and (file.copy.isdecimal() or not file.copy):
+            if isinstance(file.copy, str) and (not file.copy or _COPY.fullmatch(file.copy)):
                 found[path] = file
     return found
 

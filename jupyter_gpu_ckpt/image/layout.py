@@ -30,12 +30,14 @@ PAGES = "pages-*.img"
 DEVICE = "device"
 #: In the same: the directory of what a save point has besides: the notebook, and copies of files.
 KEPT = "kept"
-#: In the directory above: the notebook's document.
+#: In the directory above: program code, each file by its hash.
+LIBRARIES = "libraries"
+#: In the directory of what a save point has besides: the notebook's document.
 NOTEBOOK = "notebook.ipynb"
-#: Patterns for names as a manifest lists them: pages, also in chunks, and files of device memory.
+#: Patterns for names as a manifest lists them: pages, also in chunks, files of device memory, and program code.
 PAGES_FILES = f"{CRIU}/{PAGES}"
 DEVICE_FILES = f"{CRIU}/{DEVICE}/*"
-KEPT_FILES = f"{CRIU}/{KEPT}/*"
+_CODE_FILES = f"{CRIU}/{KEPT}/{LIBRARIES}/*"
 _PAGES_CHUNKS = f"{CRIU}/pages-*/*"
 
 # -- in the image directory, beside the images
@@ -79,9 +81,20 @@ def is_chunk(name: str) -> bool:
 def is_linkable(name: str, *, of_branch: bool) -> bool:
     """Return whether images may share a file of this name in a manifest, by hard links.
 
-    Those are chunks, and the files of pages of a template and of the images of branches that start from it.
+    Those are chunks, program code, and the files of pages of a template and of the images of branches that start from
+    it.
     """
-    return is_chunk(name) or (of_branch and fnmatch.fnmatchcase(name, PAGES_FILES))
+    return is_chunk(name) or is_code(name) or (of_branch and fnmatch.fnmatchcase(name, PAGES_FILES))
+
+
+def is_code(name: str) -> bool:
+    """Return whether a file of this name in a manifest is program code that a save point has kept."""
+    return fnmatch.fnmatchcase(name, _CODE_FILES)
+
+
+def is_copy(name: str) -> bool:
+    """Return whether a file of this name in a manifest is a copy of a file, which a save point has besides."""
+    return name.startswith(f"{CRIU}/{KEPT}/") and not name.endswith(f"/{NOTEBOOK}")
 
 
 def is_page_chunk(name: str) -> bool:

@@ -119,19 +119,15 @@ class KnownWindow:
 class KnownChunks:
     """The chunks of save points, for images that are being written on the same disk.
 
-    ``images``: returns all images; called when a chunk is looked for.
+    ``points``: returns the save points; called when a chunk is looked for.
     """
 
-    def __init__(self, images: Callable[[], Iterable[Image]] = tuple) -> None:
-        self._all = images
+    def __init__(self, points: Callable[[], Iterable[Image]] = tuple) -> None:
+        self._all = points
 
     @functools.cached_property  # not at once: a kernel waits for the begin of an image
     def _images(self) -> list[Image]:
-        return [
-            image
-            for image in self._all()
-            if image.is_save_point and not image.archived and image.manifest.encryption is None
-        ]
+        return list(self._all())
 
     @functools.cached_property
     def _paths(self) -> dict[FileEntry, Path]:

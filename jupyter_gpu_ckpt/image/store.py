@@ -120,17 +120,28 @@ class Store:
         that of another image, encrypted or not as it is there.
         """
         self.prepare(may_encrypt=not copies)
-        known = KnownChunks(self.images) if shares else KnownChunks()
+        known = KnownChunks(self.unencrypted_save_points) if shares else KnownChunks()
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         id = f"{stamp}-{kernel_id[:8]}-{secrets.token_hex(3)}"
         reservation = self.reservation(self.root / f"{layout.DRAFT}{id}", kernel_id)
         keys, generations, vault = self.keys, self.generations, Vault() if copies else self.vault
         return Draft(self.root, id, keys, generations, vault, reservation, needed, self._needed_links, known)
 
+    def unencrypted_save_points(self) -> list[Image]:
+        """Return the save points whose files can be shared, the newest first."""
+        points = [each for each in self.images() if each.is_save_point and not each.archived]
+        points = [each for each in points if each.manifest.encryption is None]
+        return sorted(points, key=lambda each: each.manifest.created, reverse=True)
+
     def take_over(self, id: str, kernel_id: str, lock: int) -> Draft:
         """Return the draft ``id`` of another process, which may end at any time; ``lock``: see `Draft`."""
         reservation = self.reservation(self.root / f"{layout.DRAFT}{id}", kernel_id)
-        keys, generations, vault, known = self.keys, self.generations, Vault(), KnownChunks(self.images)
+        keys, generations, vault, known = (
+            self.keys,
+            self.generations,
+            Vault(),
+            KnownChunks(self.unencrypted_save_points),
+        )
         return Draft(self.root, id, keys, generations, vault, reservation, 0, self._needed_links, known, lock)
 
     def _needed_links(self, but: str = "") -> set[str]:

@@ -38,7 +38,7 @@ from ..files import direct_io
 from ..files.atomic import remove_leftovers, write_atomically
 from .background_task import BackgroundTask
 from .keys import ALGORITHM, Key, Keyring
-from .layout import CRIU, KEPT, KEPT_FILES, MANIFEST, PAGES_FILES, RESERVED, SEAL, is_device_file, is_linkable
+from .layout import CRIU, KEPT, MANIFEST, PAGES_FILES, RESERVED, SEAL, is_copy, is_device_file, is_linkable
 from .manifest import MOST_BYTES, FileEntry, Manifest
 
 #: Called with the bytes of each block that was hashed, from the caller's thread.
@@ -89,7 +89,7 @@ def remove_unlisted(path: Path, keys: Keyring) -> int:
     removed = sum(remove_leftovers(path / name) for name in (MANIFEST, SEAL))
     is_own = kept.is_dir() and kept.resolve() == path.resolve() / CRIU / KEPT  # no link led elsewhere
     for copy in kept.iterdir() if is_own else ():
-        if str(copy.relative_to(path)) not in listed:
+        if str(copy.relative_to(path)) not in listed and not copy.is_dir():
             copy.unlink()
             removed += 1
     with contextlib.suppress(OSError):  # it is not there, or not empty
@@ -111,13 +111,16 @@ def verify(path: Path, keys: Keyring, progress: Progress | None = None) -> Manif
 
 
 def begin(path: Path, keys: Keyring) -> tuple[Manifest, BackgroundTask]:
-    """Do as `verify`, but verify the processes' pages in a background task, and leave device memory to its reader."""
+    """Do as `verify`, but verify the processes' pages in a background task.
+
+    Device memory is left to its reader, and copies of files, which CRIU does not read, are left to the one that puts
+    them back.
+    """
     manifest = require_sealed(path, keys)
     require_tree(path, manifest)
     files = manifest.files
-    later = (PAGES_FILES, KEPT_FILES)  # CRIU does not read the latter, and who does compares their hashes
-    memory = {name: entry for name, entry in files.items() if any(fnmatch.fnmatch(name, each) for each in later)}
-    now = {name: one for name, one in files.items() if name not in memory and not is_device_file(name)}
+    memory = {name: entry for name, entry in files.items() if fnmatch.fnmatch(name, PAGES_FILES)}
+    now = {name: one for name, one in files.items() if not (name in memory or is_device_file(name) or is_copy(name))}
     require_content(path, now)
     return manifest, BackgroundTask(
         "gpu-ckpt-proof",

@@ -189,6 +189,13 @@ class GpuCkptProvisioner(LocalProvisioner):
         "kernel waits for the copies. On a file system with reflinks (Btrfs, XFS) they cost nothing and are not "
         "counted. A file that is not copied can only be taken as it is when the kernel goes back.",
     ).tag(config=True)
+    save_point_code_bytes = Int(
+        1 << 30,
+        min=0,
+        help="Limit in bytes for the copies of program code (libraries) that a kernel has mapped, the smallest files "
+        "first, so that it can go back after another version was installed. They are made when the kernel runs again, "
+        "and once: save points share them. Not for encrypted images.",
+    ).tag(config=True)
 
     fast_path = Enum(
         ["auto", "kernel", "off"],
@@ -711,6 +718,7 @@ class GpuCkptProvisioner(LocalProvisioner):
                 keep_chunks=self.keep_chunks,
                 write_ahead=self.write_ahead,
                 kept_file_bytes=self.save_point_file_bytes,
+                kept_code_bytes=self.save_point_code_bytes,
                 automatic_save_points=self.automatic_save_points,
             ),
             fast_path=self.fast_path,

@@ -547,7 +547,8 @@ def _final_manifest(attempt: Attempt) -> Manifest:
             kernel.home.write_session(draft.path)
     if manifest.save_point is not None:
         with mapped_errors(kernel.engine.store.root):
-            files = kept_files.hashed(attempt.kept, draft.criu_directory / layout.KEPT)
+            of_kernel = {**_kept_code(attempt, draft, manifest), **attempt.kept}
+            files = kept_files.hashed(of_kernel, draft.criu_directory / layout.KEPT)
         for path, facts in files.items():  # of the copy: the file itself may be another one by now
             if facts["blake3"] and path in (noted := manifest.fingerprint["files"]):
                 noted[path].setdefault("blake3", facts["blake3"])
@@ -558,6 +559,23 @@ def _final_manifest(attempt: Attempt) -> Manifest:
             kept.mkdir(mode=0o700, exist_ok=True)
             (kept / layout.NOTEBOOK).write_bytes(attempt.notebook)
     return dataclasses.replace(manifest, steps=dict(attempt.seconds))
+
+
+def _kept_code(attempt: Attempt, draft: Draft, manifest: Manifest) -> dict[str, kept_files.KeptFile]:
+    """Keep the program code of a save point, where no kernel waits for that, and the quota has room for it."""
+    kernel, store, files = attempt.kernel, attempt.kernel.engine.store, manifest.fingerprint.get("files", {})
+    code = {path: facts for path, facts in files.items() if facts.get("code") and path not in attempt.kept}
+    most = min(kernel.settings.kept_code_bytes, sum(facts.get("size", 0) for facts in code.values()))
+    if not attempt.continues or store.vault.encrypts:
+        return {}
+    try:
+        draft.reserve(draft.size() + most)
+    except errors.QuotaExceeded:
+        return {}
+    most = min(most, store.free() - preflight.MARGIN)
+    kept = kept_files.keep_code(code, draft.criu_directory / layout.KEPT, most, store.unencrypted_save_points())
+    draft.add_hashed(kept_files.entries(kept))
+    return kept
 
 
 def _manifest(attempt: Attempt) -> Manifest:

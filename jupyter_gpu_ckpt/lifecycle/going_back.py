@@ -203,7 +203,7 @@ def _why_not_then(path: str, image: Image, file: KeptFile | None) -> str:
     if stat.S_ISDIR(was.get("mode") or 0):
         why = "it is a directory"
     elif was.get("code"):
-        why = "program code is copied on Btrfs and XFS only"
+        why = "it is program code, and larger than all that is copied (`save_point_code_bytes`), or the disk was full"
     elif file is None and not was.get("writes"):
         why = "it was only read, and only small files are copied then"
     elif file is not None and not file.mode & stat.S_IRUSR:

@@ -135,7 +135,7 @@ def test_a_copy_that_is_not_what_was_saved_replaces_nothing(tmp_path):
 
 
 def test_a_link_that_has_the_name_of_a_file_by_now_is_not_replaced(tmp_path):
-    """Nobody would have it: it is no file that the save of the present state could keep."""
+    """The save of the present state could not keep it, as it is no file."""
     path = tmp_path / "file"
     path.write_text("as then")
     files = kept_files.keep({str(path): {"writes": True}}, [], tmp_path / "kept", 100, 100)

@@ -81,7 +81,7 @@ async def test_a_file_that_the_save_point_does_not_have_need_not_be_there(kernel
 
 
 async def test_a_file_that_changed_while_it_slept_is_not_replaced_without_a_copy(kernel, tmp_path):
-    """It wakes with the file as it is: the image that it sleeps in could not be restored with a copy of that."""
+    """The kernel wakes with it as it is: its image could not be restored with a copy of that."""
     await asleep(kernel, MORE)
     (tmp_path / "log").write_text("of another program")
     before = await kernel.provisioner.back("one", "then")

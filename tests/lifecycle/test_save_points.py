@@ -5,6 +5,7 @@ from __future__ import annotations
 import _ctypes
 import _json
 import errno
+import filecmp
 import functools
 import os
 import re
@@ -21,7 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock, Timeout
-from harness import CellFailed
+from harness import CellFailed, notebook
 
 from jupyter_gpu_ckpt.capsule.protocol import SOCKET
 from jupyter_gpu_ckpt.errors import (
@@ -31,13 +32,15 @@ from jupyter_gpu_ckpt.errors import (
     ImageBusy,
     MissingFile,
     NoSpace,
+    QuotaExceeded,
     SavePointExists,
     SavePointNotFound,
     StateError,
 )
 from jupyter_gpu_ckpt.files import clone
-from jupyter_gpu_ckpt.image import kept_files, layout, save_point, shared_chunks
+from jupyter_gpu_ckpt.image import kept_files, layout, save_point, shared_chunks, verify
 from jupyter_gpu_ckpt.image.draft import Draft
+from jupyter_gpu_ckpt.image.image import Image
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.kernel import agent_requests
 from jupyter_gpu_ckpt.lifecycle import dump, going_back, host_memory
@@ -460,22 +463,79 @@ async def test_only_choices_that_can_be_done_are_offered_and_others_are_refused_
     assert (tmp_path / "day" / "log").read_text() == "then"
 
 
-async def test_a_library_that_was_replaced_has_no_choice_and_the_hint_says_so(kernel, tmp_path, monkeypatch):
+LIBRARY = "import ctypes; library = ctypes.CDLL('./_lib.so')"
+
+
+def replace_library(directory: Path) -> None:
+    """Install another version.  The old one has another name: else an ordinary user's kernel could not be saved."""
+    (directory / "_lib.so").rename(directory / "kept")
+    shutil.copy(_json.__file__, directory / "_lib.so")
+
+
+def code(image: Image) -> dict[str, os.stat_result]:
+    return {each.name: each.stat() for each in (image.criu_directory / layout.KEPT / layout.LIBRARIES).glob("*")}
+
+
+async def test_a_library_that_was_replaced_is_put_back_from_the_copy_that_save_points_share(
+    kernel, tmp_path, monkeypatch
+):
     monkeypatch.setattr(clone, "_FICLONE", 0)  # as on a file system without reflinks
     shutil.copy(_ctypes.__file__, tmp_path / "_lib.so")
-    await kernel.run("import ctypes; library = ctypes.CDLL('./_lib.so')")
-    await kernel.provisioner.save("one")
-    (tmp_path / "_lib.so").rename(tmp_path / "kept")  # not deleted: an ordinary user's kernel could not be saved
-    shutil.copy(_json.__file__, tmp_path / "_lib.so")
-    for files in (None, "now", "then"):
-        with pytest.raises(FilesDiffer) as caught:
-            await kernel.provisioner.back("one", files)
-        assert [each["choices"] for each in caught.value.details["files"]] == [[]]
-        put_back = f"Put {tmp_path}/_lib.so back as it was (program code: install that version again), and try again: "
-        assert caught.value.hint.startswith(put_back)
-    (tmp_path / "kept").replace(tmp_path / "_lib.so")
-    await kernel.provisioner.back("one")
+    await kernel.run(LIBRARY)
+    first = await kernel.provisioner.save("one")
+    second = await kernel.provisioner.save("two")
+    assert len(code(first)) > 10
+    assert {name: facts.st_ino for name, facts in code(first).items()} == {
+        name: facts.st_ino for name, facts in code(second).items()
+    }
+    size = sum(facts.st_size for facts in code(first).values())
+    assert shared_chunks.bytes_alone(second) <= second.manifest.bytes - size
+    replace_library(tmp_path)
+    with pytest.raises(FilesDiffer) as caught:
+        await kernel.provisioner.back("one")
+    assert [each["choices"] for each in caught.value.details["files"]] == [["then"]]
+    kernel.lifecycle.engine.store.remove(second)
+    before = await kernel.provisioner.back("one", "then")
     assert await kernel.run("print(library._name)") == "./_lib.so"
+    assert filecmp.cmp(tmp_path / "_lib.so", _ctypes.__file__, shallow=False)
+    verify.verify(first.path, kernel.lifecycle.engine.store.keys)
+    await kernel.provisioner.back(before.manifest.save_point["name"], "then")
+    assert filecmp.cmp(tmp_path / "_lib.so", _json.__file__, shallow=False)
+
+
+async def test_a_library_that_was_replaced_and_not_copied_has_no_choice_and_the_hint_says_so(
+    tmp_path, runtime_base, criu_binary, monkeypatch
+):
+    monkeypatch.setattr(clone, "_FICLONE", 0)  # as on a file system without reflinks
+    shutil.copy(_ctypes.__file__, tmp_path / "_lib.so")
+    async with notebook(tmp_path, runtime_base, save_point_code_bytes=0) as kernel:
+        await kernel.run(LIBRARY)
+        await kernel.provisioner.save("one")
+        replace_library(tmp_path)
+        for files in (None, "now", "then"):
+            with pytest.raises(FilesDiffer) as caught:
+                await kernel.provisioner.back("one", files)
+            assert [each["choices"] for each in caught.value.details["files"]] == [[]]
+            how = f"Put {tmp_path}/_lib.so back as it was (program code: install that version again), and try again: "
+            assert caught.value.hint.startswith(how)
+        (tmp_path / "kept").replace(tmp_path / "_lib.so")
+        await kernel.provisioner.back("one")
+        assert await kernel.run("print(library._name)") == "./_lib.so"
+
+
+async def test_a_quota_that_copies_of_program_code_would_exceed_prevents_no_save(kernel, monkeypatch):
+    monkeypatch.setattr(clone, "_FICLONE", 0)  # as on a file system without reflinks
+
+    def exceeded(draft: Draft, bytes: int) -> None:
+        raise QuotaExceeded("It would.")
+
+    monkeypatch.setattr(Draft, "reserve", exceeded)
+    await kernel.run("x = 1")
+    point = await kernel.provisioner.save("one")
+    assert not code(point)
+    await kernel.run("x = 2")
+    await kernel.provisioner.back("one")
+    assert await kernel.run("print(x)") == "1"
 
 
 async def test_a_file_that_cannot_be_put_back_leaves_the_present_state_and_says_what_to_do(

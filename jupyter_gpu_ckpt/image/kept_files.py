@@ -153,7 +153,11 @@ def _linked_code(
     kept: Mapping[str, KeptFile],
 ) -> str:
     """Link the copy that a save point has of the same file; return its hash, empty if it has none."""
-    if path not in kept or not kept[path].copy.startswith(layout.LIBRARIES) or not same_file(noted.get(path, {}), facts):
+    if (
+        path not in kept
+        or not kept[path].copy.startswith(layout.LIBRARIES)
+        or not same_file(noted.get(path, {}), facts)
+    ):
         return ""
     hash, target = kept[path].blake3, directory / kept[path].copy
     if not target.exists():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 import tempfile
 import uuid
@@ -38,6 +39,10 @@ from ..lifecycle import going_back
 from . import branching, kernelspecs
 from .agent_injection import PROVISIONER
 from .branching import BranchPlan
+
+#: The names of kernelspecs that jupyter_client knows, but for those that begin with a dot: it installs one at that path
+#: below its directory, and removes what is there before.
+_NAME = re.compile(r"[a-z0-9_-][a-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,9 @@ def create(store: Store, source: Image, name: str, *, accept_differences: bool =
     `branching.plan` and `branch.copy`.
     """
     manager, name = KernelSpecManager(), name.lower()  # as it is installed, in the place of one with the same name
+    if not _NAME.fullmatch(name):
+        hint = "It has letters, digits, and the characters `.`, `_` and `-`, and does not begin with a dot."
+        raise BadRequest(f"A template cannot have the name {name!r}.", hint=hint)
     if name in manager.find_kernel_specs():
         raise BadRequest(f"There is a kernelspec {name!r} already.", hint="Choose another name.")
     plan = branching.plan(store, source)

@@ -19,7 +19,7 @@ from jupyter_server.gateway.gateway_client import GatewayClient
 from jupyter_server.serverapp import ServerApp
 from jupyter_server.services.sessions.sessionmanager import SessionManager
 from traitlets import Unicode, default
-from traitlets.config import Config
+from traitlets.config import Config, catch_config_error
 
 from .._version import __version__
 from ..doctor import checks, fixes
@@ -69,6 +69,8 @@ class GpuCkptApp(ExtensionApp):
     ).tag(config=True)
 
     serverapp: ServerApp  # None only before the extension is linked
+    #: Whether there is anything to stop: `initialize_settings` was done.
+    _is_made = False
 
     @default("error_page")
     def _default_error_page(self) -> str:
@@ -76,6 +78,7 @@ class GpuCkptApp(ExtensionApp):
         documentation = dict(page.split(", ", 1) for page in pages).get("Documentation", "")
         return f"{documentation}/admin/runbook.md#{{code}}" if documentation else ""
 
+    @catch_config_error
     def _link_jupyter_server_extension(self, serverapp: ServerApp) -> None:
         """Called from jupyter_server before it makes its kernel manager: the last moment to choose its class."""
         super()._link_jupyter_server_extension(serverapp)
@@ -96,8 +99,12 @@ class GpuCkptApp(ExtensionApp):
             made.GpuCkptProvisioner.outlive_server = True
         return made
 
+    @catch_config_error
     def initialize_settings(self) -> None:
-        """Called from jupyter_server once its kernel manager exists, on its event loop."""
+        """Called from jupyter_server once its kernel manager exists, on its event loop.
+
+        As with a value that the server itself cannot use, it does not start with one that no kernel could start with.
+        """
         assert self.serverapp.event_logger is not None
         # For its traits, by their defaults and the configuration; it gets no kernel.
         provisioner = GpuCkptProvisioner(config=self.serverapp.config)
@@ -129,6 +136,7 @@ class GpuCkptApp(ExtensionApp):
             manager.on_kernel = self._on_kernel
             manager.start_branch = self.branches.start
             manager.idle_seconds = self.idle.idle_seconds
+        self._is_made = True
 
     def _on_kernel(self, kernel_id: str, provisioner: GpuCkptProvisioner) -> None:
         """Called from the kernel manager with each kernel that it has started or attached."""
@@ -207,6 +215,8 @@ class GpuCkptApp(ExtensionApp):
 
     async def stop_extension(self) -> None:
         """Called from jupyter_server when it stops, while its kernels are still there, and at each further signal."""
+        if not self._is_made:
+            return
         if self._stop is None:
             self._stop = asyncio.ensure_future(self._stop_once())
         await asyncio.shield(self._stop)

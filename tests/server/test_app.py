@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import email
 import importlib.metadata
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_server.serverapp import ServerApp
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
@@ -84,6 +86,18 @@ def test_jupyter_server_extension_list_shows_it(tmp_path):
     said = done.stdout + done.stderr
     assert "jupyter_gpu_ckpt" in said and "OK" in said, said
     assert "not found" not in said
+
+
+@pytest.mark.parametrize("option", ["GpuCkptProvisioner.automatic_save_points=0", "KernelPersistence.orphan_timeout=x"])
+def test_a_server_does_not_start_with_a_value_that_cannot_be_used(tmp_path, option):
+    """As with one of the server's own: no kernel could start in it, and it could not stop its extensions."""
+    directories = {f"JUPYTER_{each}_DIR": str(tmp_path / each) for each in ("CONFIG", "RUNTIME", "DATA")}
+    command = [sys.executable, "-m", "jupyter_server", "--no-browser", "--allow-root", "--port=0", f"--{option}"]
+    ended = subprocess.run(command, env=os.environ | directories, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "Bad config encountered during initialization" in ended.stderr
+    assert option.partition("=")[0].rpartition(".")[2] in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_server_needs_no_configuration_for_it(live, kernel_id):

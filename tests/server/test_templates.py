@@ -6,6 +6,7 @@ import _ctypes
 import _json
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,9 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from live import Server, server
 
+from jupyter_gpu_ckpt.errors import BadRequest
 from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.kernel import templates
 
 #: The working directory, the notebook, an environment variable and the number of the cell.
 PLACE = """
@@ -145,6 +148,17 @@ def test_no_template_is_made_of_an_image_from_which_its_kernels_could_not_start(
     live.run(started, "assert log.name == 'log'")
     assert command(live, "remove", "ready")[0] == 0
     assert live.ask("DELETE", f"api/kernels/{source}").ok  # an ordinary user's, with a deleted library, cannot sleep
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "../kernels", "ä", "a b"])
+def test_a_template_has_a_name_that_is_no_other_path(tmp_path, monkeypatch, name):
+    """jupyter_client installs a kernelspec by the name `..` in the place of the directory of all data."""
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path))
+    (other := tmp_path / "kernels" / "other" / "kernel.json").parent.mkdir(parents=True)
+    other.write_text(json.dumps({"argv": ["true"], "display_name": "Other", "language": "none"}))
+    with pytest.raises(BadRequest, match=f"cannot have the name {re.escape(repr(name))}"):
+        templates.create(Store(tmp_path / "images"), None, name)
+    assert other.exists()
 
 
 def test_a_template_s_kernel_does_without_its_template_once_that_is_removed(tmp_path, runtime_base, criu_binary):

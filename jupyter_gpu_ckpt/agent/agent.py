@@ -255,6 +255,7 @@ class Agent:
         self._undo_quiesce(errors)
         if content.get("again"):
             probes.probe(errors, "history", self._history.begin_session, None)
+            probes.probe(errors, "OpenSSL", identity.reseed_openssl, None)
         for name, value in environ.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -33,7 +33,7 @@ def become_another(kernel: Any, content: Mapping[str, Any], errors: list[str]) -
     """
     probes.probe(errors, "temporary names", _renew_temporary_names, None)
     probes.probe(errors, "uuid", _renew_uuids, None)
-    probes.probe(errors, "OpenSSL", _reseed_openssl, None)
+    probes.probe(errors, "OpenSSL", reseed_openssl, None)
     probes.probe(errors, "temporary files", _leave_temporary_files, None)
     if content.get("reseed"):
         for name, reseed in _GENERATORS.items():
@@ -71,7 +71,7 @@ def _renew_uuids() -> None:
             setattr(uuid, name, None)
 
 
-def _reseed_openssl() -> None:
+def reseed_openssl() -> None:
     """Add entropy to the generator of each copy of OpenSSL that is loaded: it notices a fork, not a restore."""
     for path in _loaded("libcrypto"):
         with contextlib.suppress(OSError, AttributeError):

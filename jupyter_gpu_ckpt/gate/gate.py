@@ -10,6 +10,7 @@ Each gate has one thread; all gates share one ZMQ context.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -180,7 +181,14 @@ class Gate:
 
         Never blocks.  The future fails with `GateError` if the gate is stopped.
         """
+
+        def done(settled: Future[None]) -> None:
+            if settled.cancelled():
+                with contextlib.suppress(GateError):  # it was stopped
+                    self._loop.submit(self._router.forget_cancelled, Future())
+
         future: Future[None] = Future()
+        future.add_done_callback(done)
         self._loop.submit(lambda: self._router.when_idle(future), future)
         return future
 

@@ -327,13 +327,21 @@ class Router:
         return future, timeout
 
     def when_idle(self, future: Future[None]) -> None:
-        """Settle ``future`` once no cell runs or waits in the kernel; from that moment on new requests are queued.
+        """Settle ``future`` once no cell runs or waits in the kernel; cells that come later wait here.
 
-        Its owner then runs a verb, or calls `release`.  The future may be cancelled; if it was settled before, requests
-        are queued.  It fails with `StateError` if the kernel ends or is restarted before.
+        From that moment on all new requests are queued, and its owner runs a verb, or calls `release`.  The future may
+        be cancelled: if it was settled before, requests are queued; else call `forget_cancelled`.  It fails with
+        `StateError` if the kernel ends or is restarted before.
         """
         self._waiting_for_idle.append(future)
         self._settle_idle()
+
+    def forget_cancelled(self) -> None:
+        """Forward the cells that waited for futures of `when_idle` which were cancelled."""
+        waiting = [future for future in self._waiting_for_idle if not future.cancelled()]
+        was_waiting, self._waiting_for_idle = bool(self._waiting_for_idle), waiting
+        if was_waiting and not waiting and self.state is GateState.OPEN:
+            self.release()
 
     def close(self) -> None:
         """Disconnect from the kernel and continue queueing.
@@ -515,7 +523,7 @@ class Router:
     # -- from clients
 
     def _on_request(self, channel: str, frames: list[bytes]) -> None:
-        if self.state is not GateState.OPEN:
+        if self.state is not GateState.OPEN or self._waiting_for_idle:
             self._handle_request(wire.read_request(self._verifier, channel, frames))
             return
         # Only signed messages are forwarded: a kernel that computes does not read, and others' messages would wait
@@ -559,7 +567,7 @@ class Router:
         if kind == "interrupt_request" and self.state is GateState.DRAINING and self._interrupt_risky():
             self._notify(self._on_agent_request, {"verb": "interrupt"})
             self.replies.done(request)
-        elif self.state is GateState.OPEN or (self.state is GateState.DRAINING and passes):
+        elif self._is_open_for(request) or (self.state is GateState.DRAINING and passes):
             self._forward(request)
         elif kind in _DONE_WITHOUT_KERNEL:
             if kind == "interrupt_request":
@@ -580,6 +588,11 @@ class Router:
                 self._impatient.append((time.monotonic() + UNKNOWN_AFTER, request))
             if self.state is GateState.ASLEEP and wakes(request):
                 self._wake(kind)
+
+    def _is_open_for(self, request: Request) -> bool:
+        """Return whether a request is forwarded by an open gate: no cell is behind a verb that waits for the others."""
+        waits = bool(self._waiting_for_idle) and request.msg_type == "execute_request"
+        return self.state is GateState.OPEN and not waits
 
     def _forward(self, request: Request) -> None:
         # A client's identity stays in front: the kernel returns it, and the front ROUTER finds the client by it.
@@ -605,6 +618,8 @@ class Router:
             if request.channel == "shell":
                 self._expect_reading()
         if request.msg_type == "shutdown_request":  # its cells end by that, and there is nothing to come after them
+            if self._waiting_for_idle:
+                self._answer_executions(self.replies.aborted)
             self._fail_idle("the kernel is being shut down")
 
     def _wake(self, msg_type: str) -> None:
@@ -666,7 +681,7 @@ class Router:
         self._drain.note_progress()
         request = pending.request
         content: dict[str, Any] = {}
-        if request.msg_type == "delete_subshell_request" or (request.stops and self.state is GateState.DRAINING):
+        if request.msg_type == "delete_subshell_request" or (request.stops and self._may_queue_cells()):
             content = self._signer.unpack(rest[CONTENT])
         if request.stops and content.get("status") == "error":
             self._abort(request.subshell_id)
@@ -676,6 +691,9 @@ class Router:
             self._loop.pump(self._back["iopub"], _OUTPUTS)  # what it has requested may lie there unread
             self._pass_queueing_verbs(pending)
         self._completed(self.pending.replied(msg_id))
+
+    def _may_queue_cells(self) -> bool:
+        return self.state is GateState.DRAINING or bool(self._waiting_for_idle)
 
     def _pass_queueing_verbs(self, cell: PendingRequest) -> None:
         """Pass on what a cell has requested with its reply or its idle, if a verb comes between it and the next cell.

@@ -322,6 +322,13 @@ class GpuCkptProvisioner(LocalProvisioner):
         """The gate, whose state tells what clients do; None for a kernel that was started plainly."""
         return self._host.gate
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save point is being made, or may be by a verb that cells wait for."""
+        gate = self.gate
+        waits = gate is not None and gate.state in (GateState.DRAINING, GateState.DRAINED)
+        return waits or self.state is State.SAVING
+
     async def suspend(self) -> None:
         """Move the CUDA state to host memory; the GPU is free then.  After failure the kernel runs on."""
         await self._host.worker.verb("suspend", self._checkpointable().suspend)
@@ -339,7 +346,8 @@ class GpuCkptProvisioner(LocalProvisioner):
 
         ``notebook``: its document, to be kept with it.  After failure the kernel is as it was.
         """
-        return await self._host.worker.verb("save", self._checkpointable().save, SavePoint(name), notebook)
+        save = self._checkpointable().save
+        return await self._host.worker.verb(f"save {name}", save, SavePoint(name), notebook)
 
     async def branch(self, name: str = "", **how: Any) -> str:
         """Start another kernel from a save point of this one, by the manager of both, and return the new kernel's id.

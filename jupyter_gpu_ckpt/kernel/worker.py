@@ -47,6 +47,7 @@ class Worker:
         """
         joined, future = self._last_runs.get(name, ((), None))
         if future is None or future.done():
+            self._last_runs = {each: run for each, run in self._last_runs.items() if not run[1].done()}
             future = self.submit(functools.partial(call, *arguments))
             self._last_runs[name] = arguments, future
         elif joined != arguments:

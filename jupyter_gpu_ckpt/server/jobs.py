@@ -76,6 +76,10 @@ class Jobs:
         task.add_done_callback(lambda _: self._ended(job))  # also if it is cancelled before it has begun
         return job
 
+    def is_under_way(self, kernel_id: str, verb: str) -> bool:
+        """Return whether a job with this verb of the kernel has begun, and not ended."""
+        return any((job.kernel_id, job.verb, job.waits) == (kernel_id, verb, False) for job in self.running())
+
     def cancel(self, job: Job) -> None:
         """Cancel a job that waits.  Raises `StateError` for any other."""
         if job.status != "waiting":

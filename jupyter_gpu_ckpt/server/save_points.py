@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 from typing import Any
 
-from ..errors import BadRequest, GpuCkptError, NotebookNotReplaced
+from ..errors import BadRequest, GpuCkptError, NotebookNotReplaced, SavePointNotFound
 from ..image import save_point
 from ..image.image import Image
 from ..kernel.provisioner import GpuCkptProvisioner
@@ -18,6 +19,8 @@ from . import models, notebooks
 from .base_handler import Handler
 
 _BACK = "the kernel is back at it"
+#: Seconds between two looks for a save point that is being saved.
+_LOOK_S = 0.05
 
 
 class SaveHandler(Handler):
@@ -49,7 +52,7 @@ class BackHandler(Handler):
         name, files, turn = _name(parameters), going_back.require_choice(parameters.get("files")), None
         if not isinstance(with_notebook := parameters.get("notebook", False), bool):
             raise BadRequest("notebook is true or false.")
-        point = await asyncio.to_thread(_check, provisioner, name, files)
+        point = await self._checked(provisioner, name, files)
         if with_notebook:
             await self._require_notebooks(kernel_id, point)
         if _when(parameters) == "idle":
@@ -64,6 +67,14 @@ class BackHandler(Handler):
             return {**save_point.described(before), "notebook": "", "notebook_error": None}
 
         self.reply_started(self.app.jobs.start(kernel_id, "back", parameters, back, turn))
+
+    async def _checked(self, provisioner: GpuCkptProvisioner, name: str, files: FilesChoice) -> Image:
+        """Return the save point, as `_check`; one that is being saved, or that a cell has requested, is waited for."""
+        while provisioner.is_saving or self.app.jobs.is_under_way(provisioner.kernel_id, "save"):
+            with contextlib.suppress(SavePointNotFound):
+                return await asyncio.to_thread(_check, provisioner, name, files)
+            await asyncio.sleep(_LOOK_S)
+        return await asyncio.to_thread(_check, provisioner, name, files)
 
     async def _require_notebooks(self, kernel_id: str, point: Image) -> tuple[str, bytes]:
         """Return path and content of the present notebook.  Raises `NotebookNotReplaced` if one of both is missing."""

@@ -7,6 +7,7 @@ import _json
 import errno
 import filecmp
 import functools
+import json
 import os
 import re
 import select
@@ -362,6 +363,18 @@ async def test_a_kernel_goes_back_and_forth_under_its_id_while_its_clients_stay_
     assert len(store.images()) == 3, "those that branches start from are counted, too"
     assert one in store.images()
     assert point in store.images()
+
+
+async def test_openssl_gives_no_numbers_twice_to_a_kernel_that_goes_back(kernel):
+    """Keys are made of them.  Other generators continue as they were, to repeat what was computed."""
+    await kernel.run("import random, ssl; random.seed(1); n = ssl.RAND_bytes(8)")
+    await kernel.provisioner.save("one")
+    found, draw = [], "import json; print(json.dumps([ssl.RAND_bytes(16).hex(), random.random()]))"
+    for _ in range(3):
+        found.append(json.loads(await kernel.run(draw)))
+        await kernel.provisioner.back("one")
+    numbers, floats = zip(*found, strict=True)
+    assert (len({*numbers}), len({*floats})) == (3, 1)
 
 
 WRITES = """

@@ -278,14 +278,49 @@ def test_a_verb_can_wait_for_the_cells_and_comes_before_the_next_one(live, kerne
     assert len([line for line in live.log.splitlines() if kernel_id in line and "to=checkpointed" in line]) == 1
 
 
+def test_cells_that_come_behind_a_verb_that_waits_run_behind_it(live, kernel_id):
+    live.run(kernel_id, "n = 0")
+    assert live.do(kernel_id, "save", {"name": "point"})["status"] == "done"
+    live.run(kernel_id, "n = 100")
+    with live.client(kernel_id) as client:
+        client.wait_for_ready(timeout=60)
+        with live.busy(kernel_id):
+            body = {"name": "point", "when": "idle"}
+            job = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/back", json=body).json()
+            cells = [client.execute("n += 1") for _ in range(3)]
+            client.complete("n", 1)
+        assert live.ended(job["id"])["status"] == "done"
+        while (reply := client.get_shell_msg(timeout=60))["parent_header"]["msg_id"] != cells[-1]:
+            pass
+        assert reply["content"]["status"] == "ok"
+    assert live.run(kernel_id, "print(n)") == "3"
+
+
+def test_cells_behind_a_verb_that_waits_are_aborted_by_the_error_of_a_cell_before(live, kernel_id):
+    with live.client(kernel_id) as client:
+        client.wait_for_ready(timeout=60)
+        client.execute("import time; time.sleep(1); 1 / 0")
+        until(lambda: not live.get(f"gpu-ckpt/kernels/{kernel_id}/preflight")["ok"])
+        job = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/checkpoint", json={"when": "idle"}).json()
+        behind = client.execute("behind = 1")
+        while (reply := client.get_shell_msg(timeout=60))["parent_header"]["msg_id"] != behind:
+            pass
+        assert reply["content"]["status"] == "aborted"
+        assert live.ended(job["id"])["status"] == "done"
+    assert live.run(kernel_id, "print('behind' in dir())") == "False"
+
+
 def test_a_verb_that_waits_can_be_called_off(live, kernel_id):
-    with live.busy(kernel_id):
-        job = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/suspend", json={"when": "idle"}).json()
-        called_off = live.ask("DELETE", f"gpu-ckpt/jobs/{job['id']}")
-        assert (called_off.status_code, called_off.json()["status"]) == (200, "cancelled")
-        again = live.ask("DELETE", f"gpu-ckpt/jobs/{job['id']}")
-        assert (again.status_code, again.json()["error"]["code"]) == (409, "WRONG_STATE")
-    assert live.run(kernel_id, "print(1)") == "1"
+    with live.client(kernel_id) as client:
+        client.wait_for_ready(timeout=60)
+        with live.busy(kernel_id):
+            job = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/suspend", json={"when": "idle"}).json()
+            client.execute("behind = 1")
+            called_off = live.ask("DELETE", f"gpu-ckpt/jobs/{job['id']}")
+            assert (called_off.status_code, called_off.json()["status"]) == (200, "cancelled")
+            again = live.ask("DELETE", f"gpu-ckpt/jobs/{job['id']}")
+            assert (again.status_code, again.json()["error"]["code"]) == (409, "WRONG_STATE")
+    assert live.run(kernel_id, "print(behind)") == "1"
     assert live.get(f"gpu-ckpt/kernels/{kernel_id}")["state"] == "running"
 
 

@@ -272,3 +272,23 @@ def test_the_notebook_of_a_save_point_is_that_of_its_magic_too(living, kernel_id
     until(lambda: any(each["name"] == "document" for each in living.ask("GET", saves).json()))
     document = living.ask("GET", f"{saves}/document").json()["notebook"]
     nbformat.validate(nbformat.reads(json.dumps(document), as_version=4))
+
+
+def test_a_save_that_has_begun_is_waited_for_and_two_are_made_one_after_the_other(living):
+    kernel_id = living.ask("POST", "api/kernels", json={}).json()["id"]
+    living.run(kernel_id, "x = bytearray(range(256)) * (1 << 18)")
+    jobs = [
+        living.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/save", json={"name": name}).json()["id"]
+        for name in ("first", "second")
+    ]
+    reply = living.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/back", json={"name": "second"})
+    assert reply.status_code == 202, reply.text
+    assert [living.ended(job)["status"] for job in (*jobs, reply.json()["id"])] == ["done"] * 3
+    with living.client(kernel_id) as client:
+        client.wait_for_ready(timeout=60)
+        client.execute("%gpu_checkpoint --save third", reply=True, timeout=60)
+        reply = living.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/back", json={"name": "third"})
+        assert reply.status_code == 202, reply.text
+        assert living.ended(reply.json()["id"])["status"] == "done"
+    reply = living.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/back", json={"name": "fourth"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "SAVE_POINT_NOT_FOUND")

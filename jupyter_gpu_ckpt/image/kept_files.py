@@ -27,6 +27,7 @@ from blake3 import blake3
 from ..errors import ImageDamaged, MissingFile, NoSpace
 from ..files import clone
 from ..node.facts import file_facts, same_file
+from ..process import sqlite_wal
 from . import layout
 from .image import Image
 from .manifest import FileEntry
@@ -268,12 +269,15 @@ def obstacle(path: str, file: KeptFile, image: Path) -> str:
     return ""
 
 
-def put_back(path: str, file: KeptFile, directory: Path) -> None:
+def put_back(path: str, file: KeptFile, directory: Path, *, database: int = 0) -> None:
     """Replace the file at ``path``, atomically, by the kept one, as its owner's.  Raises `OSError`, `ImageDamaged`.
 
     Another user may own its directory, and put a link in the draft's place: only its descriptor is used.
+    ``database``: the inode of one of SQLite's that the kernel has open, which is written over where it is still there.
     """
     target, copy = Path(path), directory / file.copy
+    if database and _write_over(path, file, copy, database):
+        return
     draft = target.with_name(f".{target.name[:200]}-{secrets.token_hex(4)}")
     made = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -282,18 +286,46 @@ def put_back(path: str, file: KeptFile, directory: Path) -> None:
             clone.copy_into(copy, made, 0)
             if _hash_of(content) != file.blake3:
                 raise ImageDamaged(f"The copy of {path} is not what was saved.", path=path)
-            with contextlib.suppress(PermissionError):  # only root can, who works in directories of others
-                os.fchown(made, file.owner, file.group)
-            for name, value in (file.attributes or {}).items():  # before the mode, which may not allow it
-                os.setxattr(made, name, bytes.fromhex(value))
-            os.fchmod(made, file.mode)
-            os.utime(made, ns=(file.mtime, file.mtime))
-            os.fsync(made)  # else a power failure may leave a file without content
+            _set_facts(made, file)
         if os.path.lexists(target) and (other := _kind_of_no_file(target.lstat().st_mode)):
             raise FileExistsError(errno.EEXIST, f"{other} has its name", path)
         draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _write_over(path: str, file: KeptFile, copy: Path, inode: int) -> bool:
+    """Write a database over what the file has now, as a transaction of SQLite does; return whether that was possible.
+
+    A connection that was opened before knows the file by its inode, and writes to no other (os_unix.c, fileHasMoved).
+    Not possible while others are in a transaction.  When this breaks off, the kernel's present state has a copy.
+    """
+    try:
+        opened = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    with open(opened, "r+b", buffering=0) as target, copy.open("rb", buffering=0) as content:
+        if os.fstat(opened).st_ino != inode or not sqlite_wal.lock_alone(opened):
+            return False
+        if _hash_of(content) != file.blake3:
+            raise ImageDamaged(f"The copy of {path} is not what was saved.", path=path)
+        content.seek(0)
+        while block := content.read(_BLOCK):
+            target.write(block)  # holes, too: it never has less than what others may have mapped of both
+        os.ftruncate(opened, file.bytes)
+        _set_facts(opened, file)
+    return True
+
+
+def _set_facts(made: int, file: KeptFile) -> None:
+    """Give a file that is open its owner, attributes, mode and time, and flush it."""
+    with contextlib.suppress(PermissionError):  # only root can, who works in directories of others
+        os.fchown(made, file.owner, file.group)
+    for name, value in (file.attributes or {}).items():  # before the mode, which may not allow it
+        os.setxattr(made, name, bytes.fromhex(value))
+    os.fchmod(made, file.mode)
+    os.utime(made, ns=(file.mtime, file.mtime))
+    os.fsync(made)  # else a power failure may leave a file without content
 
 
 def _kind_of_no_file(mode: int) -> str:

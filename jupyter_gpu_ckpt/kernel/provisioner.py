@@ -324,7 +324,7 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save point is being made, or may be by a verb that cells wait for."""
+        """True while a save point is being made, or may be by a verb that cells wait for."""
         gate = self.gate
         waits = gate is not None and gate.state in (GateState.DRAINING, GateState.DRAINED)
         return waits or self.state is State.SAVING

@@ -29,8 +29,10 @@ from ..image.kept_files import KeptFile
 from ..image.lease import MOMENT
 from ..image.manifest import Manifest
 from ..image.store import Store
+from ..node import databases
 from ..node.match import require
 from ..node.mismatch import Mismatch
+from ..process import sqlite_wal
 from ..units import size
 from . import compatibility, failures
 from .context import FilesChoice, KernelState
@@ -277,16 +279,21 @@ def put_files_back(image: Image, paths: Iterable[str], files: Readable, present:
     kept, paths = kept_files.of_image(image), list(paths)
     if not paths:
         return
+    used = image.manifest.fingerprint.get("files", {})
+    opened = {path: used[path]["inode"] for path in paths if databases.is_one(used.get(path, {}))}
     if present is not None:
+        journals = [each for path in opened for each in _journals(path, kept, present)]
         with mapped_errors(present.path.parent):
-            noted = json.dumps(sorted({*replaced(present), *paths}))  # also of a try before that failed
+            noted = json.dumps(sorted({*replaced(present), *paths, *journals}))  # also of a try before that failed
             write_atomically(layout.mark(present.path, layout.REPLACED), noted, durable=True)
+        for journal in journals:
+            Path(journal).unlink(missing_ok=True)
     directory = files.criu_directory / layout.KEPT
     for path in paths:
         folder = Path(path).parent
         try:
             folder.mkdir(0o700, parents=True, exist_ok=True)
-            kept_files.put_back(path, kept[path], directory)
+            kept_files.put_back(path, kept[path], directory, database=opened.get(path, 0))
         except OSError as error:
             hint = f"Allow new files in {folder}."
             if os.path.lexists(path):
@@ -294,6 +301,26 @@ def put_files_back(image: Image, paths: Iterable[str], files: Readable, present:
             if not folder.is_dir():
                 hint = f"Make the directory {folder} again, and try again."
             raise MissingFile(f"{path} cannot be put back: {error.strerror}.", hint=hint, culprit=path) from error
+
+
+def _journals(path: str, kept: Mapping[str, KeptFile], present: Image) -> list[str]:
+    """Return the journals of a database's present content: SQLite would apply them to the one that is put back.
+
+    They belong to the present state, which brings them back.  Raises `MissingFile` for one that it has no copy of.
+    """
+    found, now = [], kept_files.of_image(present)
+    for journal in (path + suffix for suffix in (sqlite_wal.JOURNAL, sqlite_wal.LOG, sqlite_wal.INDEX)):
+        if journal in kept or not os.path.lexists(journal):
+            continue
+        is_own = journal in now and now[journal].kept and not kept_files.differs(journal, now[journal])
+        if not is_own and (journal.endswith(sqlite_wal.INDEX) or not Path(journal).stat().st_size):
+            continue  # it says nothing
+        if not is_own:
+            hint = "Another program may be in a transaction: try again when it has ended."
+            message = f"{path} cannot be put back: {journal} belongs to its present content, and is not the kernel's."
+            raise MissingFile(message, hint=hint, culprit=journal)
+        found.append(journal)
+    return found
 
 
 def put_missing_files_back(store: Store, image: Image) -> None:

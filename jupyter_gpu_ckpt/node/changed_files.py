@@ -22,7 +22,7 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 
-
+_PUT_BACK = "Put it back."
 OR_RESTART = "If that cannot be done, restart the kernel, which loses its variables."
 CODE = f"The kernel runs this program code: put back the version that it was (reinstall it). {OR_RESTART}"
 
@@ -100,10 +100,10 @@ def _database(
 def _file(path: str, was: Facts, now: Facts | None, judge: Judge) -> Iterator[Mismatch]:
     if now is None:
         before = f"{size(was['size'])}, the kernel {'has it open' if was['open'] else 'uses it'}"
-        yield Mismatch("file_missing", path, before, "no file", "Put it back.", True, path)
+        yield Mismatch("file_missing", path, before, "no file", _PUT_BACK, True, path)
     elif _kind(was) and _kind(now) != _kind(was):
         before, after = (_KINDS.get(_kind(file), "another kind of file") for file in (was, now))
-        yield Mismatch("file_changed", path, before, after, "Put it back.", True, path)
+        yield Mismatch("file_changed", path, before, after, _PUT_BACK, True, path)
     elif now.get("same"):
         return
     elif was["build_id"] and now["build_id"] != was["build_id"]:
@@ -232,6 +232,9 @@ def _is_same_database(was: Facts, now: Facts) -> bool:
 
 def _other_rights(path: str, was: Facts, now: Facts, judge: Judge) -> Iterator[Mismatch]:
     """Compare permissions: other ones are no other content, but the kernel must be able to open the file again."""
+    if now.get("denied"):
+        yield Mismatch("file_changed", path, "a file that this user may open", "another user's", _PUT_BACK, True, path)
+        return
     if was["mode"] is None or now["mode"] == was["mode"]:
         return
     before, after = f"mode {was['mode']:o}", f"mode {now['mode']:o}"

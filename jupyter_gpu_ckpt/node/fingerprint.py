@@ -238,6 +238,7 @@ def _present(path: str, was: Facts, hashes: Hashes | None, cancelled: Callable[[
     if node.same_file(was, now):
         return {**now, "same": True}
     now |= {"same": False, "build_id": "", "blake3": "", "recorded": "", "usable": _is_usable(path, was)}
+    now["denied"] = not now["usable"] and not _is_own(path)
     if was.get("unstamped"):
         now["noted"] = time.time_ns()  # a hash that was made before does not count
     if databases.is_one(was):
@@ -248,6 +249,14 @@ def _present(path: str, was: Facts, hashes: Hashes | None, cancelled: Callable[[
             now["recorded"] = was.get("blake3") or hashes.known(was)
             now["blake3"] = hashes.of(path, now, cancelled) if now["recorded"] else ""
     return now
+
+
+def _is_own(path: str) -> bool:
+    """Return whether a file is the user's: then a restore can open it whatever its mode."""
+    try:
+        return os.stat(path).st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 def _is_usable(path: str, was: Facts) -> bool:

@@ -38,13 +38,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-#: Names of log and index: these after that of the database.
-LOG, INDEX = "-wal", "-shm"
+#: Names of log and index, and of a rollback journal: these after that of the database.
+LOG, INDEX, JOURNAL = "-wal", "-shm", "-journal"
 #: The first bytes of a database, and how many of them `page_size` needs.
 MAGIC, HEADER_BYTES = b"SQLite format 3\0", 20
 #: Of a database (os.h): the lock SHARED.  Of an index (os_unix.c): those of a writer, a checkpoint, a recovery and of
 #: readers, from the first byte to the second, which is DMS.
 _SHARED, _SHARED_BYTES = 0x40000002, 510
+#: All locks of a database: PENDING, RESERVED and SHARED.
+_PENDING, _ALL_BYTES = 0x40000000, 512
 _WRITER, _DMS = 120, 128
 #: Errors of a file system without locks of open files.
 _NO_LOCKS = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -337,6 +339,16 @@ def _lock(descriptor: int, kind: int, start: int, length: int = 1) -> bool:
             return False
         raise
     return True
+
+
+def lock_alone(descriptor: int) -> bool:
+    """Lock a database as its writer does (EXCLUSIVE), as long as the file is open; False if that cannot be had."""
+    try:
+        return _lock(descriptor, fcntl.F_WRLCK, _PENDING, _ALL_BYTES)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
 
 
 def _wait(attempt: Callable[[], bool], path: str) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sqlite3
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,6 +136,36 @@ def test_a_copy_that_is_not_what_was_saved_replaces_nothing(tmp_path):
         kept_files.put_back(str(path), kept_files.KeptFile(**facts), tmp_path / "kept")
     assert path.read_text() == "as now"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "kept"]
+
+
+def test_a_database_that_others_read_is_replaced_and_any_other_is_written_over(tmp_path):
+    path = tmp_path / "db"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as own:
+        own.execute("CREATE TABLE t(a)")
+        files = kept_files.keep({str(path): {"writes": True}}, [], tmp_path / "kept", 1 << 20, 1 << 20)
+        [facts] = kept_files.hashed(files, tmp_path / "kept").values()
+        kept, inode = kept_files.KeptFile(**facts), path.stat().st_ino
+        own.execute("INSERT INTO t VALUES(1)")
+        kept_files.put_back(str(path), kept, tmp_path / "kept", database=inode)
+        assert (path.stat().st_ino, path.stat().st_mtime_ns) == (inode, kept.mtime)
+        assert own.execute("SELECT count(*) FROM t").fetchone() == (0,)
+        own.execute("INSERT INTO t VALUES(2)")
+        command = [sys.executable, "-c", READS, str(path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout.readline() == "2\n"
+            kept_files.put_back(str(path), kept, tmp_path / "kept", database=inode)
+            assert path.stat().st_ino != inode
+            assert other.communicate("again")[0] == "2\n", "it is in a transaction"
+
+
+READS = """
+import sqlite3, sys
+db = sqlite3.connect(sys.argv[1], isolation_level=None)
+db.execute("BEGIN")
+for _ in range(2):
+    print(db.execute("SELECT a FROM t").fetchone()[0], flush=True)
+    sys.stdin.read()
+"""
 
 
 def test_a_link_that_has_the_name_of_a_file_by_now_is_not_replaced(tmp_path):

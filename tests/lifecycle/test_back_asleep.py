@@ -216,5 +216,5 @@ async def test_an_encrypted_image_takes_no_copies_so_it_wakes_where_files_are_re
         assert await kernel.run("print(x, open('log').read())") == "3 then and now"
 
 
-def unwritable(*_: object) -> None:
+def unwritable(*_: object, **__: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))

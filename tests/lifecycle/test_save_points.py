@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _ctypes
 import _json
+import contextlib
 import errno
 import filecmp
 import functools
@@ -13,6 +14,7 @@ import re
 import select
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -377,6 +379,45 @@ async def test_openssl_gives_no_numbers_twice_to_a_kernel_that_goes_back(kernel)
     assert (len({*numbers}), len({*floats})) == (3, 1)
 
 
+DATABASE = """
+import sqlite3
+db = sqlite3.connect("db", isolation_level=None); n = db.execute("PRAGMA cache_size = 5")
+n = db.execute("CREATE TABLE t(a, b)")
+def add(first): db.executemany("INSERT INTO t VALUES(?, hex(randomblob(300)))", [(first + i,) for i in range(100)])
+def state(): return db.execute("SELECT count(*), min(a) FROM t").fetchone(), db.execute("PRAGMA quick_check").fetchone()
+add(0)
+"""
+
+
+async def test_a_database_is_as_then_without_the_journal_of_now_and_its_connection_can_write(kernel, tmp_path):
+    """SQLite applies a journal that it finds, and its connections write to no other file than they have opened."""
+    await kernel.run(DATABASE)
+    await kernel.provisioner.save("one")
+    await kernel.run("add(100); n = db.execute('DELETE FROM t WHERE a < 50')")
+    await kernel.run("n = db.execute('BEGIN IMMEDIATE'); n = db.execute('UPDATE t SET b = hex(randomblob(400))')")
+    assert (tmp_path / "db-journal").stat().st_size
+    before = await kernel.provisioner.back("one", "then")
+    assert not (tmp_path / "db-journal").exists()
+    assert await kernel.run("print(*state())") == "(100, 0) ('ok',)"
+    await kernel.run("add(100)")
+    await kernel.provisioner.back(before.manifest.save_point["name"], "then")
+    assert await kernel.run("print(db.in_transaction); db.rollback(); print(*state())") == "True\n(150, 50) ('ok',)"
+    await kernel.run("add(200)")
+
+
+async def test_a_database_in_a_transaction_of_another_program_is_not_put_back(kernel, tmp_path):
+    await kernel.run(DATABASE)
+    await kernel.provisioner.save("one")
+    await kernel.run("x = 2; add(100)")
+    with contextlib.closing(sqlite3.connect(tmp_path / "db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        other.execute("DELETE FROM t")
+        with pytest.raises(MissingFile, match="db-journal belongs to its present content"):
+            await kernel.provisioner.back("one", "then")
+        other.execute("COMMIT")
+    assert await kernel.run("print(x, *state())") == "2 (0, None) ('ok',)"
+
+
 WRITES = """
 log = open("log", "w+"); log.write("begun "); log.flush()
 table = open("table", "r+"); size = table.seek(0, 2)
@@ -558,7 +599,7 @@ async def test_a_file_that_cannot_be_put_back_leaves_the_present_state_and_says_
     await kernel.provisioner.save("one")
     await kernel.run("log.write(' and now'); log.flush(); x = 41")
 
-    def read_only(*_: object) -> None:
+    def read_only(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(kept_files, "put_back", read_only)

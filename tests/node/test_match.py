@@ -16,8 +16,8 @@ import pytest
 import jupyter_gpu_ckpt.node.fingerprint as fingerprint_module
 from jupyter_gpu_ckpt.errors import ChangedFile, MissingFile, NodeUnfit, PortTaken, SocketTaken
 from jupyter_gpu_ckpt.node import facts as node
+from jupyter_gpu_ckpt.node import fingerprint, match
 from jupyter_gpu_ckpt.node import hashes as hashes_module
-from jupyter_gpu_ckpt.node import match
 from jupyter_gpu_ckpt.node.hashes import Hashes
 
 GIB = 1 << 30
@@ -367,6 +367,15 @@ def test_the_hash_of_a_file_that_is_written_through_a_mapping_is_of_this_checkpo
         assert compared(wanted, known) == []
     changed(data, "in place, with its old time")
     assert compared(wanted, hashes) == [("file_changed", True)]
+
+
+def test_a_file_of_others_that_this_user_may_not_open_cannot_be_accepted(data, tmp_path, monkeypatch):
+    hashes = Hashes(tmp_path)
+    wanted = held(data, hashes)
+    changed(data, "replaced")
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    monkeypatch.setattr(fingerprint, "_is_own", lambda path: False)
+    assert ("file_changed", True) in compared(wanted, hashes, accept_changed_files=True)
 
 
 def test_other_rights_hide_no_other_content(data, tmp_path):

@@ -90,7 +90,7 @@ def test_jupyter_server_extension_list_shows_it(tmp_path):
 
 @pytest.mark.parametrize("option", ["GpuCkptProvisioner.automatic_save_points=0", "KernelPersistence.orphan_timeout=x"])
 def test_a_server_does_not_start_with_a_value_that_cannot_be_used(tmp_path, option):
-    """As with one of the server's own: no kernel could start in it, and it could not stop its extensions."""
+    """The same as with one of its own: no kernel could start in it, and it could not stop its extensions."""
     directories = {f"JUPYTER_{each}_DIR": str(tmp_path / each) for each in ("CONFIG", "RUNTIME", "DATA")}
     command = [sys.executable, "-m", "jupyter_server", "--no-browser", "--allow-root", "--port=0", f"--{option}"]
     ended = subprocess.run(command, env=os.environ | directories, capture_output=True, text=True, timeout=60)

@@ -43,7 +43,7 @@ def keep_image(lifecycle: Lifecycle, why: str, notebook: bytes | None) -> Image 
         if (image := kernel.image) is None:
             return None
         name = going_back.automatic_name(why, store.images(), lifecycle.home.kernel_id)
-        point = SavePoint(name, automatic=True, left_out=1)
+        point = SavePoint(name, automatic=True, left_out=1, parent=kernel.parent)
         kept = save_point.of_sleep(store, image, point, notebook, kernel.settings.kept_file_bytes)
         kernel.image = None
         going_back.thin_out(kernel)

@@ -269,6 +269,7 @@ class KernelHost:
             private=plan.private,
             fallback_name=launch.fallback_name,
             kernel_key=was.kernel_key if source.manifest.branched_from else str(was.front["key"]),
+            parent="" if point.is_template else source.id if source.is_save_point else was.parent,
         )
         accept = point.accept_changed_files
         if accept is None and source.accepts_changed_files:
@@ -408,7 +409,9 @@ class KernelHost:
 
         def write_session(path: Path) -> None:
             protected_until = agent_requests.protection()
-            dataclasses.replace(session, identity=gate.identity, protected_until=protected_until).write(path)
+            parent = lifecycle.kernel.parent
+            now = dataclasses.replace(session, identity=gate.identity, protected_until=protected_until, parent=parent)
+            now.write(path)
 
         def renew() -> None:
             if registration.renew():
@@ -467,6 +470,7 @@ class KernelHost:
             session.write(directory)
         trace = Trace(self.kernel_id, [self._owner.step_traced, self._step_traced], self._owner.faults)
         self.lifecycle = lifecycle = Lifecycle(home, engine, gate, settings=launch.settings, trace=trace)
+        lifecycle.kernel.parent = session.parent
         lifecycle.on_state.append(functools.partial(self._note_state, lifecycle))
         self._share(lifecycle, gate, launch, announces=announces)
         return gate, lifecycle

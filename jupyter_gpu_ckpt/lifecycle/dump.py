@@ -508,6 +508,7 @@ def keep(attempt: Attempt) -> None:
         with attempt.traced.part("device_memory"):
             _write_linked(attempt, attempt.linked)
     attempt.kernel.save_point = _published(attempt)
+    attempt.kernel.descend_from(attempt.kernel.save_point)
     host_memory.discard_chunks(attempt.kernel)
 
 
@@ -595,11 +596,12 @@ def _save_point(attempt: Attempt) -> dict[str, Any] | None:
     """Return what makes the image a save point, with the agent's summary; None for one that is no save point."""
     if attempt.save_point is None:
         return None
+    facts = {**attempt.save_point.as_dict(), "parent": attempt.kernel.parent}
     summary = attempt.kernel.saved.report.get("summary")
     if not summary:  # nobody knows the variables: without an agent, or if it failed
-        return {**attempt.save_point.as_dict(), "left_out": 1}
+        return {**facts, "left_out": 1}
     known = {name: summary[name] for name in ("cell", "variables", "left_out") if name in summary}
-    return {**attempt.save_point.as_dict(), **known}
+    return {**facts, **known}
 
 
 def _fingerprint(attempt: Attempt, directory: Path, regular_files: Iterable[images.RegularFile]) -> dict[str, Any]:

@@ -181,8 +181,8 @@ class Lifecycle:
                 options: dict[str, Any] = {"save_point": SavePoint(name, automatic=True), "notebook": notebook}
                 self._perform(Move.CHECKPOINT, State.CHECKPOINTED, next_image=point, replaced=then, **options)
             elif not asleep.is_save_point:
-                before, most = SavePoint(name, automatic=True, left_out=1), kernel.settings.kept_file_bytes
-                kernel.image = of_sleep(store, asleep, before, notebook, most, then)
+                before = SavePoint(name, automatic=True, left_out=1, parent=kernel.parent)
+                kernel.image = of_sleep(store, asleep, before, notebook, kernel.settings.kept_file_bytes, then)
             present, kernel.image = kernel.image, point
             assert present is not None
             try:

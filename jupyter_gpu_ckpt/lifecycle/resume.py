@@ -182,15 +182,7 @@ def connect(attempt: Attempt) -> None:
     patience = kernel.settings.base if attempt.unwinding else 0.0
     open_gate(kernel, kernel.settings.connect + patience)
     if not kernel.home.has_agent:
-        _write_session(kernel)  # with the gate's new name
-
-
-def _write_session(kernel: KernelState) -> None:
-    """Write what a later server needs of the gate; where the directory is full, it has the last state."""
-    home = kernel.home
-    if home.write_session is not None:
-        with contextlib.suppress(OSError):
-            home.write_session(home.runtime_dir)
+        kernel.write_session()  # with the gate's new name
 
 
 def thaw(attempt: Attempt) -> None:
@@ -205,7 +197,7 @@ def thaw(attempt: Attempt) -> None:
     if not kernel.home.has_agent:
         if notice:
             kernel.gate.notify(notice)
-            _write_session(kernel)
+            kernel.write_session()
     else:
         environ = {name: os.environ[name] for name in kernel.settings.refresh if name in os.environ}
         # Then another one has begun, or continues with, this session of IPython's history.
@@ -259,6 +251,8 @@ def release(attempt: Attempt) -> None:
             attempt.lease.claim(capsule.host_pid, capsule.keep_fd)
             if attempt.present is not None:  # and nobody wakes the state that it has gone back from
                 (kernel.completion or attempt.present).claim(capsule.host_pid, capsule.keep_fd)
+            if kernel.image is not None and kernel.image.is_save_point:
+                kernel.descend_from(kernel.image)
         else:  # until a restored kernel's image is deleted it is what is left if the kernel dies
             supersede_images(kernel)
     if attempt.alone:

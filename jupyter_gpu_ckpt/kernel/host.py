@@ -58,7 +58,7 @@ _ACCEPT_IN_BRANCH = "begin the branch with `--accept-changed-files`"
 _SENT = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
-#: The fields of `BranchPoint` that a request for a branch may set.
+#: The fields of `BranchPoint`, true or false, that a request for a branch may set.
 BRANCH_FLAGS = ("reseed", "accept_differences", "accept_changed_files")
 
 
@@ -68,7 +68,7 @@ class BranchPoint:
 
     ``reseed``, ``is_template``: see `image.branch.NewKernel`.  ``accept_changed_files``: for its restore; None: as is
     recorded with the image (`Image.accept_changed_files`), or else as the settings say.  ``accept_differences``: it may
-    start although something cannot exist twice (`branching.BranchPlan`).
+    start although something cannot exist twice (`branching.BranchPlan`).  ``gpu_map``: as for `Lifecycle.restore`.
     """
 
     image: str
@@ -76,6 +76,7 @@ class BranchPoint:
     is_template: bool = False
     accept_changed_files: bool | None = None
     accept_differences: bool = False
+    gpu_map: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,7 @@ class KernelHost:
                 write_atomically(directory / "connection.json", json.dumps(inside), durable=False)
             _, lifecycle = self._prepare(engine, launch, session, back)
             lifecycle.attach(image=image)
-            lifecycle.restore(accept_changed_files=accept)
+            lifecycle.restore(point.gpu_map, accept_changed_files=accept)
         except BaseException as error:
             self._stop_gate()
             if isinstance(error, GpuCkptError):

@@ -476,18 +476,26 @@ class GpuCkptProvisioner(LocalProvisioner):
         message = "Kernel %s is restarted without a save point: %s"
         self.log.warning(message, self.kernel_id, self._not_saved.code, exc_info=foreign)
 
-    async def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
+    async def back(
+        self,
+        name: str,
+        files: FilesChoice = None,
+        notebook: bytes | None = None,
+        *,
+        gpu_map: Mapping[str, str] | None = None,
+    ) -> Image:
         """Go back to the save point of this name, with the same id and connections; messages wait meanwhile.
 
         The present state is saved first, as an automatic save point, which is returned.  ``files``: ``then`` or
         ``now``, for all files that differ or by path; `FilesDiffer` names those without a choice.  ``notebook``: the
-        present document, to be kept with the present state.  After failure the kernel is as it was.
+        present document, to be kept with the present state.  ``gpu_map``: as for `restore`, of the save point.  After
+        failure the kernel is as it was.
         """
 
-        def back(name: str, files: FilesChoice, notebook: bytes | None) -> Image:
-            return self._checkpointable().back(name, files, notebook)
+        def back(*arguments: Any) -> Image:
+            return self._checkpointable().back(*arguments)
 
-        return await self._host.worker.verb("back", back, name, files, notebook)
+        return await self._host.worker.verb("back", back, name, files, notebook, gpu_map)
 
     async def restore(
         self, gpu_map: Mapping[str, str] | None = None, *, accept_changed_files: bool | None = None

@@ -430,6 +430,7 @@ class Attempt:
 
     kernel: KernelState
     goal: State
+    #: Of the image, or of ``next_image``: GPUs then by those to use.
     gpu_map: Mapping[str, str] | None = None
     #: For this restore, instead of the setting.
     accept_changed_files: bool | None = None

@@ -120,7 +120,7 @@ def dump(attempt: Attempt) -> None:
     attempt.clocks = kernel.require_capsule().clocks()
     point = attempt.next_image
     if point is not None and kernel.ahead is None and host_memory.may_read_ahead(kernel, point):
-        restore.begin_to_go_back(kernel, point)
+        restore.begin_to_go_back(attempt, point)
     with attempt.traced.part("space"):
         needed = _needed(kernel, bytes)
     over, pause, evicted, tries = time.monotonic() + kernel.settings.pipes, 0.1, False, 1
@@ -490,7 +490,7 @@ def publish(attempt: Attempt) -> None:
     """
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
     if attempt.next_image is not None and kernel.ahead is None:
-        restore.begin_to_go_back(kernel, attempt.next_image)
+        restore.begin_to_go_back(attempt, attempt.next_image)
     image = completing.hand_over(attempt, _final_manifest(attempt)) if attempt.completion is not None else None
     if image is None and attempt.linked is not None:
         _write_linked(attempt, attempt.linked)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from ..capsule.capsule import Capsule
 from ..cuda.cuda import CudaState
-from ..cuda.gpus import gpu_mapping
+from ..cuda.gpus import Gpu, gpu_mapping
 from ..errors import BadRequest, GpuFull, KeyUnusable, UnsupportedCuda
 from ..units import size
 from . import cuda_processes, host_memory, preflight
@@ -58,7 +59,35 @@ def reserve(attempt: Attempt) -> None:
                 wanted = {uuid: admitted[home] for uuid, home in here.items() if home in admitted}
                 attempt.gpu_mapping = gpu_mapping(kernel.saved.node_gpus, present, wanted)
             return
-    attempt.reservation.enter_context(_reservation(attempt))
+    try:
+        attempt.reservation.enter_context(_reservation(attempt))
+    except GpuFull as error:
+        if attempt.lease is not None and not attempt.gpu_map:
+            _name_another_gpu(attempt, gpus, error)
+        raise
+
+
+def _name_another_gpu(attempt: Attempt, present: Sequence[Gpu], error: GpuFull) -> None:
+    """Have an error about a GPU name another one of the same model that has enough free memory, if there is one."""
+    full, needed = error.details.get("uuid"), error.details.get("needed", 0)
+    home = next((gpu for gpu in present if gpu.uuid == full), None)
+    if home is None:  # it is not full, but locked
+        return
+    claimed, used = attempt.kernel.engine.gpus.claimed, _needs(attempt)
+    fits = [
+        gpu
+        for gpu in present
+        if (gpu.name, gpu.uuid in used) == (home.name, False)
+        and gpu.total >= home.total
+        and gpu.free - claimed(gpu.uuid) >= needed
+    ]
+    if fits:
+        names = {here: saved for saved, here in (attempt.gpu_mapping or {}).items()}
+        choice = json.dumps({"gpu_map": {names.get(home.uuid, home.uuid): fits[0].uuid}})
+        error.hint = (
+            f"Nothing is lost. Free memory on the GPU (checkpoint another kernel), or use GPU {fits[0].index}, which "
+            f"has {size(fits[0].free)} free: {choice} in the request by REST, or gpu_map in a program."
+        )
 
 
 def _reservation(attempt: Attempt) -> AbstractContextManager[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import BadRequest, GpuCkptError, NotebookNotReplaced
@@ -44,12 +45,14 @@ class BackHandler(Handler):
     """``kernels/<id>/back``: begin to go back to a save point; 202 with the job."""
 
     async def post(self, kernel_id: str) -> None:
-        fields = {"name", "files", "when", "notebook"}
+        fields = {"name", "files", "when", "notebook", "gpu_map"}
         provisioner, parameters = self.checkpointable(kernel_id), self.body(fields)
         name, files, turn = _name(parameters), going_back.require_choice(parameters.get("files")), None
         if not isinstance(with_notebook := parameters.get("notebook", False), bool):
             raise BadRequest("notebook is true or false.")
-        point = await asyncio.to_thread(_check, provisioner, name, files)
+        self.require_gpu_map(parameters)
+        gpu_map = parameters.get("gpu_map")
+        point = await asyncio.to_thread(_check, provisioner, name, files, gpu_map)
         if with_notebook:
             await self._require_notebooks(kernel_id, point)
         if _when(parameters) == "idle":
@@ -59,8 +62,9 @@ class BackHandler(Handler):
 
         async def back() -> dict[str, Any]:
             if with_notebook:
-                return await self._back_with_notebook(provisioner, name, files, point)
-            before = await provisioner.back(name, files, await notebooks.document(self.serverapp, kernel_id))
+                return await self._back_with_notebook(provisioner, name, files, point, gpu_map)
+            document = await notebooks.document(self.serverapp, kernel_id)
+            before = await provisioner.back(name, files, document, gpu_map=gpu_map)
             return {**save_point.described(before), "notebook": "", "notebook_error": None}
 
         self.reply_started(self.app.jobs.start(kernel_id, "back", parameters, back, turn))
@@ -72,14 +76,19 @@ class BackHandler(Handler):
         return await notebooks.require(self.serverapp, kernel_id)
 
     async def _back_with_notebook(
-        self, provisioner: GpuCkptProvisioner, name: str, files: FilesChoice, point: Image
+        self,
+        provisioner: GpuCkptProvisioner,
+        name: str,
+        files: FilesChoice,
+        point: Image,
+        gpu_map: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Go back, then replace the notebook, which is kept with the present state; return the job's result."""
         store = self.app.store
         path, present = await self._require_notebooks(point.manifest.kernel_id, point)
         # Before: the save point may be an automatic one that is too many afterwards.
         wanted = None if point.archived else await asyncio.to_thread(save_point.notebook, store, point)
-        before = await provisioner.back(name, files, present)
+        before = await provisioner.back(name, files, present, gpu_map=gpu_map)
         error = None
         try:
             if before.path.exists() and await asyncio.to_thread(save_point.notebook, store, before) != present:
@@ -140,13 +149,13 @@ class CompareHandler(Handler):
         self.reply({"from": name, "to": other or None, **save_point.compare(before, others[0])})
 
 
-def _check(provisioner: GpuCkptProvisioner, name: str, files: FilesChoice) -> Image:
+def _check(provisioner: GpuCkptProvisioner, name: str, files: FilesChoice, gpu_map: Mapping[str, str] | None) -> Image:
     """Return the save point.  Raises what prevents a kernel from going back, as far as it shows while it runs."""
     if (lifecycle := provisioner.lifecycle) is None:
         raise GpuCkptError("The kernel was ended.", hint="Try again.")
     point = save_point.find(lifecycle.engine.store.images(), lifecycle.home.kernel_id, name)
     if not point.archived:  # else its content is fetched first
-        going_back.check(lifecycle.kernel, point, files)
+        going_back.check(lifecycle.kernel, point, files, gpu_map)
     return point
 
 

@@ -368,6 +368,8 @@ def test_a_verb_that_makes_no_sense_fails_with_the_state(live, kernel_id):
     ("verb", "body"),
     [
         ("restore", {"gpu_map": ["a"]}),
+        ("branch", {"gpu_map": {"a": 1}}),
+        ("back", {"name": "one", "gpu_map": ["a"]}),
         ("restore", {"accept_changed_files": "yes"}),
         ("restore", {"other": 1}),
         ("restore", {"when": "idle"}),

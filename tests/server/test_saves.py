@@ -198,7 +198,7 @@ async def test_a_notebook_that_the_state_before_was_saved_without_stays(store, m
     async def found(*_: object) -> object:
         return ("book.ipynb", b"now")
 
-    async def back(*_: object) -> object:
+    async def back(*_: object, **__: object) -> object:
         return before
 
     async def replace(_: object, *facts: object) -> None:

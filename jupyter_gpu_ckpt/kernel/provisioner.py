@@ -179,8 +179,9 @@ class GpuCkptProvisioner(LocalProvisioner):
     save_when_idle = Float(
         0.0,
         min=0.0,
-        help="Minutes without a cell after which the server makes an automatic save point, once until the kernel is "
-        "used again; 0: never.",
+        help="Minutes without a cell after which the server makes an automatic save point, and another each time they "
+        "have passed while the kernel works (a thread that trains); one that does nothing has one until it is used "
+        "again. 0: never.",
     ).tag(config=True)
     save_point_file_bytes = Int(
         256 << 20,

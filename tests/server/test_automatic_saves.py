@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from pathlib import Path
@@ -241,6 +242,7 @@ async def test_a_kernel_whose_gate_has_failed_keeps_no_other_from_being_saved():
 
     class Kernel(SimpleNamespace):
         state, save_when_idle, log = State.RUNNING, 0.01, logging.getLogger("kernel")
+        lifecycle = None
 
         async def save_automatically(self, why: str) -> None:
             saved.append(why)
@@ -250,7 +252,50 @@ async def test_a_kernel_whose_gate_has_failed_keeps_no_other_from_being_saved():
         def under_way(self):
             raise GateError("The call was cancelled: the gate's thread failed.")
 
-    good = SimpleNamespace(under_way=SimpleNamespace(cells=0), last_activity=0.0)
+    good = SimpleNamespace(under_way=SimpleNamespace(cells=0), last_activity=0.0, queries=0)
     kernels = {"a": Kernel(gate=FailedGate()), "b": Kernel(gate=good)}
     await idle_saves.IdleSaves(lambda: kernels).round()
     assert saved == ["idle"]
+
+
+async def test_a_kernel_whose_thread_works_is_saved_again_and_one_that_does_nothing_is_not(kernel):
+    provisioner, store = kernel.provisioner, kernel.lifecycle.engine.store
+    provisioner.save_when_idle = 0.001
+    rounds = idle_saves.IdleSaves(lambda: {provisioner.kernel_id: provisioner})
+
+    def counted() -> int:
+        return len(save_point.of_kernel(store.images(), provisioner.kernel_id))
+
+    async def saved(count: int) -> None:
+        while counted() < count:
+            await rounds.round()
+            await asyncio.sleep(0.02)
+
+    await kernel.run("x = 0")
+    await asyncio.wait_for(saved(1), 60)
+    for _ in range(20):
+        await asyncio.sleep(0.02)
+        await rounds.round()
+    assert counted() == 1, "another would be the same"
+    await kernel.run(
+        "import threading\ndef train():\n    global x\n    while True: x += 1\n"
+        "threading.Thread(target=train, daemon=True).start()"
+    )
+    await asyncio.wait_for(saved(4), 60)
+    points = map(save_point.of_image, save_point.of_kernel(store.images(), provisioner.kernel_id).values())
+    assert [point.cell for point in points] == [1, 2, 2, 2], "without another cell"
+
+
+async def test_a_kernel_that_has_slept_since_its_save_is_not_saved_for_that(kernel):
+    provisioner, store = kernel.provisioner, kernel.lifecycle.engine.store
+    provisioner.save_when_idle = 0.001
+    rounds = idle_saves.IdleSaves(lambda: {provisioner.kernel_id: provisioner})
+    await kernel.run("x = 0")
+    await asyncio.sleep(0.1)
+    await rounds.round()
+    await provisioner.checkpoint()
+    await provisioner.restore()
+    for _ in range(5):
+        await asyncio.sleep(0.1)
+        await rounds.round()
+    assert len(save_point.of_kernel(store.images(), provisioner.kernel_id)) == 1

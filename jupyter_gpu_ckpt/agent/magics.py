@@ -352,7 +352,7 @@ class GpuMagics:
         if not event.symbol.startswith("-") and options:
             if options[-1] in ("--keep", "--drop"):
                 return sorted(set(tensors.by_variable(self.shell.user_ns)) - {"Out"})
-            if options[-1] in ("--back", "--delete", "--compare"):
+            if options[-1] in ("--back", "--branch", "--delete", "--compare"):
                 return [shlex.quote(point["name"]) for point in self._server.request("saves")["saves"]]
             if options[-1] == "--files":
                 return ["then", "now"]

@@ -38,6 +38,7 @@ from ..lifecycle.plans import State, Step
 from ..lifecycle.settings import LifecycleSettings
 from ..node.changed_files import how_to_accept
 from ..process import descriptors
+from ..terminal_text import printable
 from ..trace import Sink, StepEvent, Trace
 from . import automatic_saves, branching
 from .agent_injection import NOTICE, rewrite
@@ -131,7 +132,7 @@ class KernelOwner(Protocol):
     def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None: ...
     def start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None: ...
     def branch_requested(
-        self, content: Mapping[str, Any], on_end: Callable[[str, GpuCkptError | None], None]
+        self, content: Mapping[str, Any], on_end: Callable[[str, str, GpuCkptError | None], None]
     ) -> None: ...
 
 
@@ -797,14 +798,18 @@ class KernelHost:
         if self._running_request in self._requested:
             self._requested.remove(self._running_request)
 
-    def _report_branch(self, gate: Gate, kernel_id: str, error: GpuCkptError | None) -> None:
-        """Tell the user of a requested branch, in the next cell, which kernel it is or why there is none."""
+    def _report_branch(self, gate: Gate, kernel_id: str, notebook: str, error: GpuCkptError | None) -> None:
+        """Tell the user of a requested branch, in the next cell, which kernel it is or why there is none.
+
+        ``notebook``: the file of its document, empty if it has none of its own.
+        """
         with contextlib.suppress(GpuCkptError):  # its kernel has ended
             if error is not None:
                 self._log.warning("Kernel %s: a requested branch failed: %s", self.kernel_id, error.code)
                 self.agent_requests.report_failure(error, gate)
             else:
-                gate.notify(f"The branch is kernel {kernel_id}.")
+                where = f", in the notebook {printable(Path(notebook).name)}" if notebook else ""
+                gate.notify(f"The branch is kernel {kernel_id}{where}.")
 
     def _run_verb(self, call: Callable[[], Any], gate: Gate) -> None:
         try:

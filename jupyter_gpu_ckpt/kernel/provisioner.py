@@ -783,22 +783,35 @@ class GpuCkptProvisioner(LocalProvisioner):
         for callback in tuple(self.on_protected):
             callback(until)
 
-    def branch_requested(self, content: Mapping[str, Any], on_end: Callable[[str, GpuCkptError | None], None]) -> None:
-        """Called on the gate's thread when a cell has requested a branch; ``on_end`` gets the new id, or the error."""
+    def branch_requested(
+        self, content: Mapping[str, Any], on_end: Callable[[str, str, GpuCkptError | None], None]
+    ) -> None:
+        """Called on the gate's thread when a cell has requested a branch.
+
+        ``on_end`` gets the new id and the file of its notebook, or the error.
+        """
         how = content.get("how")
         # One that is not set is as the settings say.
         flags = {name: True for name in BRANCH_FLAGS if isinstance(how, dict) and how.get(name) is True}
 
         async def branch() -> None:
-            kernel_id, failure = "", None
+            kernel_id, notebook, failure = "", "", None
             try:
                 kernel_id = await self.branch(str(content.get("name", "")), **flags)
+                notebook = self._notebook_of_branch(kernel_id)
             except Exception as error:
                 failure = GpuCkptError.from_exception(error)
-            await asyncio.to_thread(on_end, kernel_id, failure)
+            await asyncio.to_thread(on_end, kernel_id, notebook, failure)
 
         assert self._loop is not None
         self._branch_task = asyncio.run_coroutine_threadsafe(branch(), self._loop)
+
+    def _notebook_of_branch(self, kernel_id: str) -> str:
+        """Return the file of another kernel's notebook; empty if it has none, or this kernel's."""
+        kernels: Any = getattr(self.parent, "parent", None)
+        provisioner = kernels.get_kernel(kernel_id).provisioner if kernel_id in kernels else None
+        files = [each.lifecycle.home.notebook if each and each.lifecycle else "" for each in (self, provisioner)]
+        return files[1] if files[1] != files[0] else ""
 
     async def poll(self) -> int | None:
         """Called by the restarter and on shutdown.  None while checkpointed: anything else would restart the kernel."""

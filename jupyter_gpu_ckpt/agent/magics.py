@@ -77,7 +77,7 @@ def _checkpoint_parser() -> Parser:
     parser.add_argument("--back", metavar="NAME", help="go back to a save point after this cell; can be undone")
     files = "with --back: changed files as then or as they are now, for all or by PATH=then PATH=now"
     parser.add_argument("--files", nargs="+", metavar="CHOICE", help=files)
-    parser.add_argument("--saves", action="store_true", help="the save points of this kernel")
+    parser.add_argument("--saves", action="store_true", help="the save points of this kernel, and what each comes from")
     compare = "variables that differ since a save point, or from the first to the second"
     parser.add_argument("--compare", nargs="+", metavar="NAME", help=compare)
     parser.add_argument("--delete", metavar="NAME", help="delete a save point")
@@ -298,19 +298,22 @@ class GpuMagics:
         return status
 
     def _list_saves(self) -> None:
+        points = self._server.request("saves")["saves"]
+        names = {point["image"]: point["name"] for point in points}
         rows = [
             (
                 point["name"],
                 moment(point["created"]),
+                names.get(point["parent"], ""),
                 str(point["cell"] or ""),
                 human(point["bytes"]),
                 human(point["device_bytes"]),
                 ", ".join(variable["name"] for variable in point["variables"][:5]),
                 "automatic" if point["automatic"] else "",
             )
-            for point in self._server.request("saves")["saves"]
+            for point in points
         ]
-        heads = ("save point", "made", "cell", "size", "of it GPU", "largest variables", "")
+        heads = ("save point", "made", "from", "cell", "size", "of it GPU", "largest variables", "")
         show(columns(heads, rows) if rows else "This kernel has no save points.")
 
     def _compare(self, names: list[str]) -> None:
@@ -349,7 +352,7 @@ class GpuMagics:
         if not event.symbol.startswith("-") and options:
             if options[-1] in ("--keep", "--drop"):
                 return sorted(set(tensors.by_variable(self.shell.user_ns)) - {"Out"})
-            if options[-1] in ("--back", "--delete", "--compare"):
+            if options[-1] in ("--back", "--branch", "--delete", "--compare"):
                 return [shlex.quote(point["name"]) for point in self._server.request("saves")["saves"]]
             if options[-1] == "--files":
                 return ["then", "now"]

@@ -42,7 +42,8 @@ class SavePoint:
 
     ``automatic``: it was made without a request, and may be thinned out.  ``cell``: the number of the last cell that
     was run, 0 if it is not known.  ``variables``: name, type, bytes and digest of each, as the agent found them;
-    ``left_out``: how many there were beside these, 1 where nobody has looked.
+    ``left_out``: how many there were beside these, 1 where nobody has looked.  ``parent``: the id of the save point
+    that the kernel was saved in, had gone back to or was branched from last; empty without one.  It may be gone.
     """
 
     name: str
@@ -50,6 +51,7 @@ class SavePoint:
     cell: int = 0
     variables: list[dict[str, Any]] = field(default_factory=list)
     left_out: int = 0
+    parent: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the facts as JSON objects."""
@@ -65,13 +67,14 @@ def of_image(image: Image) -> SavePoint | None:
 
 def from_summary(facts: Mapping[str, Any], name: str = "", *, automatic: bool = False) -> SavePoint:
     """Return the save point of an agent's summary.  Facts of other shapes are replaced by none."""
-    cell, variables, left_out = (facts.get(each) for each in ("cell", "variables", "left_out"))
+    cell, variables, left_out, parent = (facts.get(each) for each in ("cell", "variables", "left_out", "parent"))
     return SavePoint(
         name=name,
         automatic=automatic,
         cell=cell if isinstance(cell, int) else 0,
         variables=[each for each in variables if isinstance(each, dict)] if isinstance(variables, list) else [],
         left_out=left_out if isinstance(left_out, int) else 0,
+        parent=parent if isinstance(parent, str) else "",
     )
 
 

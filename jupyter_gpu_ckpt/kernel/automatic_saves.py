@@ -6,6 +6,7 @@ A kernel keeps some (`LifecycleSettings.automatic_save_points`), dense lately an
 from __future__ import annotations
 
 import json
+import shlex
 import time
 
 from ..image import save_point
@@ -43,7 +44,7 @@ def keep_image(lifecycle: Lifecycle, why: str, notebook: bytes | None) -> Image 
         if (image := kernel.image) is None:
             return None
         name = going_back.automatic_name(why, store.images(), lifecycle.home.kernel_id)
-        point = SavePoint(name, automatic=True, left_out=1)
+        point = SavePoint(name, automatic=True, left_out=1, parent=kernel.parent)
         kept = save_point.of_sleep(store, image, point, notebook, kernel.settings.kept_file_bytes)
         kernel.image = None
         going_back.thin_out(kernel)
@@ -63,11 +64,18 @@ def offer(store: Store, kernel_id: str, status: int | None, *, has_magic: bool) 
     name, image = list(points.items())[-1]
     at = time.strftime("%H:%M", time.localtime(image.manifest.created))
     how = f"was ended by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
-    return f"The kernel {how}; this is a fresh one. Its last save point is from {at}; to go back to it: " + (
-        f"%gpu_checkpoint --back {name!r}" if has_magic else _by_rest(kernel_id, name)
-    )
+    last = f"Its last save point is from {at}; to go back to it"
+    return f"The kernel {how}; this is a fresh one. {last}: {_way_back(kernel_id, name, has_magic=has_magic)}"
 
 
-def _by_rest(kernel_id: str, name: str) -> str:
-    """Return how a kernel without an agent goes back: it has no magic."""
+def undo_of_restart(kernel_id: str, name: str, *, has_magic: bool) -> str:
+    """Return what the user of a restarted kernel reads if the state before is in the save point ``name``."""
+    how = _way_back(kernel_id, name, has_magic=has_magic)
+    return f"The state before the restart is saved; to go back to it: {how}"
+
+
+def _way_back(kernel_id: str, name: str, *, has_magic: bool) -> str:
+    """Return how the kernel goes back: without an agent it has no magic."""
+    if has_magic:
+        return f"%gpu_checkpoint --back {shlex.quote(name)}"
     return f"the GPU panel in the browser, or POST gpu-ckpt/kernels/{kernel_id}/back with {json.dumps({'name': name})}"

@@ -38,6 +38,7 @@ from ..lifecycle.plans import State, Step
 from ..lifecycle.settings import LifecycleSettings
 from ..node.changed_files import how_to_accept
 from ..process import descriptors
+from ..terminal_text import printable
 from ..trace import Sink, StepEvent, Trace
 from . import automatic_saves, branching
 from .agent_injection import NOTICE, rewrite
@@ -58,7 +59,7 @@ _ACCEPT_IN_BRANCH = "begin the branch with `--accept-changed-files`"
 _SENT = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
-#: The fields of `BranchPoint` that a request for a branch may set.
+#: The fields of `BranchPoint`, true or false, that a request for a branch may set.
 BRANCH_FLAGS = ("reseed", "accept_differences", "accept_changed_files")
 
 
@@ -68,7 +69,7 @@ class BranchPoint:
 
     ``reseed``, ``is_template``: see `image.branch.NewKernel`.  ``accept_changed_files``: for its restore; None: as is
     recorded with the image (`Image.accept_changed_files`), or else as the settings say.  ``accept_differences``: it may
-    start although something cannot exist twice (`branching.BranchPlan`).
+    start although something cannot exist twice (`branching.BranchPlan`).  ``gpu_map``: as for `Lifecycle.restore`.
     """
 
     image: str
@@ -76,6 +77,7 @@ class BranchPoint:
     is_template: bool = False
     accept_changed_files: bool | None = None
     accept_differences: bool = False
+    gpu_map: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class KernelOwner(Protocol):
     def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None: ...
     def start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None: ...
     def branch_requested(
-        self, content: Mapping[str, Any], on_end: Callable[[str, GpuCkptError | None], None]
+        self, content: Mapping[str, Any], on_end: Callable[[str, str, GpuCkptError | None], None]
     ) -> None: ...
 
 
@@ -269,6 +271,7 @@ class KernelHost:
             private=plan.private,
             fallback_name=launch.fallback_name,
             kernel_key=was.kernel_key if source.manifest.branched_from else str(was.front["key"]),
+            parent="" if point.is_template else source.id if source.is_save_point else was.parent,
         )
         accept = point.accept_changed_files
         if accept is None and source.accepts_changed_files:
@@ -287,7 +290,7 @@ class KernelHost:
                 write_atomically(directory / "connection.json", json.dumps(inside), durable=False)
             _, lifecycle = self._prepare(engine, launch, session, back)
             lifecycle.attach(image=image)
-            lifecycle.restore(accept_changed_files=accept)
+            lifecycle.restore(point.gpu_map, accept_changed_files=accept)
         except BaseException as error:
             self._stop_gate()
             if isinstance(error, GpuCkptError):
@@ -408,7 +411,9 @@ class KernelHost:
 
         def write_session(path: Path) -> None:
             protected_until = agent_requests.protection()
-            dataclasses.replace(session, identity=gate.identity, protected_until=protected_until).write(path)
+            parent = lifecycle.kernel.parent
+            now = dataclasses.replace(session, identity=gate.identity, protected_until=protected_until, parent=parent)
+            now.write(path)
 
         def renew() -> None:
             if registration.renew():
@@ -467,6 +472,7 @@ class KernelHost:
             session.write(directory)
         trace = Trace(self.kernel_id, [self._owner.step_traced, self._step_traced], self._owner.faults)
         self.lifecycle = lifecycle = Lifecycle(home, engine, gate, settings=launch.settings, trace=trace)
+        lifecycle.kernel.parent = session.parent
         lifecycle.on_state.append(functools.partial(self._note_state, lifecycle))
         self._share(lifecycle, gate, launch, announces=announces)
         return gate, lifecycle
@@ -792,14 +798,18 @@ class KernelHost:
         if self._running_request in self._requested:
             self._requested.remove(self._running_request)
 
-    def _report_branch(self, gate: Gate, kernel_id: str, error: GpuCkptError | None) -> None:
-        """Tell the user of a requested branch, in the next cell, which kernel it is or why there is none."""
+    def _report_branch(self, gate: Gate, kernel_id: str, notebook: str, error: GpuCkptError | None) -> None:
+        """Tell the user of a requested branch, in the next cell, which kernel it is or why there is none.
+
+        ``notebook``: the file of its document, empty if it has none of its own.
+        """
         with contextlib.suppress(GpuCkptError):  # its kernel has ended
             if error is not None:
                 self._log.warning("Kernel %s: a requested branch failed: %s", self.kernel_id, error.code)
                 self.agent_requests.report_failure(error, gate)
             else:
-                gate.notify(f"The branch is kernel {kernel_id}.")
+                where = f", in the notebook {printable(Path(notebook).name)}" if notebook else ""
+                gate.notify(f"The branch is kernel {kernel_id}{where}.")
 
     def _run_verb(self, call: Callable[[], Any], gate: Gate) -> None:
         try:

@@ -34,7 +34,8 @@ class Session:
     `Home.sockets`, or empty; ``kernel_key``: of a branch that has not run yet, the key of the kernel that it comes from
     (`Home.kernel_key`); ``private``: `Home.private`; ``directory``: the name of its own runtime directory, if that is
     not the last one of ``runtime_dir``: a branch knows its own by the path of that other kernel's; ``fallback_name``:
-    of a template's kernel, the kernelspec that the template was made of, to be used when the template is removed.
+    of a template's kernel, the kernelspec that the template was made of, to be used when the template is removed;
+    ``parent``: `KernelState.parent`.
     """
 
     kernel_id: str
@@ -52,6 +53,7 @@ class Session:
     directory: str = ""
     private: list[str] = field(default_factory=list)
     fallback_name: str = ""
+    parent: str = ""
 
     def write(self, directory: Path) -> None:
         """Write the session to ``directory``, atomically, readable by the owner alone."""

@@ -29,7 +29,16 @@ from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from jupyter_core.utils import ensure_async
 from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
-from ..errors import GateError, GpuCkptError, HostError, KernelUnfit, PreflightError, SavePointNotFound, StateError
+from ..errors import (
+    GateError,
+    GpuCkptError,
+    HostError,
+    KernelBusy,
+    KernelUnfit,
+    PreflightError,
+    SavePointNotFound,
+    StateError,
+)
 from ..gate import wire
 from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
@@ -44,6 +53,7 @@ from ..lifecycle.rates import RATES
 from ..lifecycle.settings import REFRESHED, LifecycleSettings
 from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
+from ..units import size
 from . import automatic_saves, branching, kernelspecs
 from .agent_injection import NOTICE, PLAIN, rewrite
 from .agent_requests import AgentRequests
@@ -167,8 +177,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         1 << 30,
         min=0,
         help="A restart from the server leaves an automatic save point of an idle kernel, awake or asleep, with at "
-        "most so many bytes, device memory included: a restart by mistake can be undone. If none can be made, the next "
-        "cell says why. 0: never. By default 1 GiB, which takes about a second; larger kernels are often restarted "
+        "most so many bytes, device memory included: a restart by mistake can be undone. The next cell says how, or "
+        "why there is none. 0: never. By default 1 GiB, which takes about a second; larger kernels are often restarted "
         "to free memory, and would have the restart wait for the disk.",
     ).tag(config=True)
     save_after_cells = Bool(
@@ -179,8 +189,9 @@ class GpuCkptProvisioner(LocalProvisioner):
     save_when_idle = Float(
         0.0,
         min=0.0,
-        help="Minutes without a cell after which the server makes an automatic save point, once until the kernel is "
-        "used again; 0: never.",
+        help="Minutes without a cell after which the server makes an automatic save point, and another each time they "
+        "have passed while the kernel works (a thread that trains); one that does nothing has one until it is used "
+        "again. 0: never.",
     ).tag(config=True)
     save_point_file_bytes = Int(
         256 << 20,
@@ -287,8 +298,9 @@ class GpuCkptProvisioner(LocalProvisioner):
         #: Returns the notebook's document, on another thread than the event loop's; set by the server extension.
         self.document: Callable[[], bytes | None] = lambda: None
         self._orphan: Orphan | None = None
-        #: Whether there is to be a save point before the restart that is under way, and why there is none.
+        #: Whether there is to be a save point before the restart that is under way; its name, or why there is none.
         self._saves_restart = False
+        self._saved_as = ""
         self._not_saved: GpuCkptError | None = None
         #: Only the first launch attaches; a restart starts a fresh kernel.
         self._launched = False
@@ -456,33 +468,49 @@ class GpuCkptProvisioner(LocalProvisioner):
         """Called from the server before a restart: leave a save point of an idle kernel that is not too large.
 
         The image of one that sleeps, or falls asleep now, becomes one (`keep_or_discard_image`).  Never raises, and
-        takes a few seconds at most: the user wants another kernel, whose first cell says why there is none.
+        takes a few seconds at most: the user wants another kernel, whose first cell says how to undo the restart, or
+        why that cannot be.
         """
-        self._not_saved, lifecycle, gate = None, self.lifecycle, self.gate
-        if not self.save_before_restarts or lifecycle is None or gate is None:
+        self._saved_as, self._not_saved, lifecycle, gate = "", None, self.lifecycle, self.gate
+        if not self.save_before_restarts or lifecycle is None or gate is None or lifecycle.poll() is not None:
             return
         self._saves_restart = True
 
         def save() -> None:
             current = self._checkpointable()
-            if current.state in _SAVED and automatic_saves.size(current) <= self.save_before_restarts:
-                automatic_saves.save(current, automatic_saves.RESTART, self.document())
+            if current.state in _SAVED:
+                self._require_small(automatic_saves.size(current))
+                self._note_saved(automatic_saves.save(current, automatic_saves.RESTART, self.document()))
 
         try:
             settled = time.monotonic() + _SETTLES
             while gate.under_way.cells and time.monotonic() < settled:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)  # between a reply, which clients wait for, and the idle there is no event
             wakes = lifecycle.state is State.RESTORING and gate.state is GateState.OPEN  # cells run before its end
-            if gate.under_way.cells or not (wakes or lifecycle.state in _SAVED | _SAVED_THEN):
+            if gate.under_way.cells:
+                raise KernelBusy("A cell was running, or waited.", hint="Interrupt it before a restart.")
+            if not (wakes or lifecycle.state in _SAVED | _SAVED_THEN):
                 return
+            bytes = 0
             with contextlib.suppress(GpuCkptError, OSError):  # it is being moved, and has no process any more
-                if await asyncio.to_thread(automatic_saves.size, lifecycle) > self.save_before_restarts:
-                    return
+                bytes = await asyncio.to_thread(automatic_saves.size, lifecycle)
+            self._require_small(bytes)
             await asyncio.wait_for(self._host.worker.verb("save_before_restart", save), _RESTART_WAITS)
         except TimeoutError:
             self._note_not_saved(PreflightError(f"It was not there within {_RESTART_WAITS:.0f} s."))
         except Exception as error:
             self._note_not_saved(error)
+
+    def _require_small(self, bytes: int) -> None:
+        """Raise `PreflightError` for a kernel that is too large for a save point before each restart."""
+        if bytes > (most := self.save_before_restarts):
+            message = f"It has {size(bytes)}, more than the {size(most)} that `save_before_restarts` allows."
+            raise PreflightError(message, hint="Save it by its name before a restart.")
+
+    def _note_saved(self, image: Image) -> None:
+        """Note the save point before a restart, for the first cell of the next kernel."""
+        point = of_image(image)
+        self._saved_as, self._not_saved = point.name if point is not None else "", None
 
     def _note_not_saved(self, error: Exception) -> None:
         """Note why there is no save point before a restart, for the first cell of the next kernel."""
@@ -491,18 +519,26 @@ class GpuCkptProvisioner(LocalProvisioner):
         message = "Kernel %s is restarted without a save point: %s"
         self.log.warning(message, self.kernel_id, self._not_saved.code, exc_info=foreign)
 
-    async def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
+    async def back(
+        self,
+        name: str,
+        files: FilesChoice = None,
+        notebook: bytes | None = None,
+        *,
+        gpu_map: Mapping[str, str] | None = None,
+    ) -> Image:
         """Go back to the save point of this name, with the same id and connections; messages wait meanwhile.
 
         The present state is saved first, as an automatic save point, which is returned.  ``files``: ``then`` or
         ``now``, for all files that differ or by path; `FilesDiffer` names those without a choice.  ``notebook``: the
-        present document, to be kept with the present state.  After failure the kernel is as it was.
+        present document, to be kept with the present state.  ``gpu_map``: as for `restore`, of the save point.  After
+        failure the kernel is as it was.
         """
 
-        def back(name: str, files: FilesChoice, notebook: bytes | None) -> Image:
-            return self._checkpointable().back(name, files, notebook)
+        def back(*arguments: Any) -> Image:
+            return self._checkpointable().back(*arguments)
 
-        return await self._host.worker.verb("back", back, name, files, notebook)
+        return await self._host.worker.verb("back", back, name, files, notebook, gpu_map)
 
     async def restore(
         self, gpu_map: Mapping[str, str] | None = None, *, accept_changed_files: bool | None = None
@@ -613,9 +649,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         elif self._launched:  # a restarted branch is a fresh kernel
             point = None
         launch = self._launch(cmd, kwargs, point)
-        self._saves_restart = False
-        if (why := self._not_saved) is not None:
-            launch, self._not_saved = with_notice(launch, not_saved_notice(why)), None
+        if (notice := self._restart_notice(cmd)) and found is None:
+            launch = with_notice(launch, notice)
         self._unwanted, self._arguments = False, dict(kwargs)
         self._loop = asyncio.get_running_loop()
         self.unfit = UNFIT.get(launch.key) if found is None and point is None else None
@@ -652,6 +687,14 @@ class GpuCkptProvisioner(LocalProvisioner):
         self._launched = True
         self.cwd = kwargs.get("cwd") or str(Path.cwd())
         return self.connection_info
+
+    def _restart_notice(self, cmd: list[str]) -> str:
+        """Return, once, what the user of a restarted kernel reads about the state before."""
+        name, why, self._saves_restart = self._saved_as, self._not_saved, False
+        self._saved_as, self._not_saved = "", None
+        if name:
+            return automatic_saves.undo_of_restart(self.kernel_id, name, has_magic=rewrite(cmd) is not None)
+        return not_saved_notice(why) if why is not None else ""
 
     def start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None:
         """Called on the worker's thread when a kernel ended before its first answer: start ``cmd`` in its place.
@@ -756,22 +799,35 @@ class GpuCkptProvisioner(LocalProvisioner):
         for callback in tuple(self.on_protected):
             callback(until)
 
-    def branch_requested(self, content: Mapping[str, Any], on_end: Callable[[str, GpuCkptError | None], None]) -> None:
-        """Called on the gate's thread when a cell has requested a branch; ``on_end`` gets the new id, or the error."""
+    def branch_requested(
+        self, content: Mapping[str, Any], on_end: Callable[[str, str, GpuCkptError | None], None]
+    ) -> None:
+        """Called on the gate's thread when a cell has requested a branch.
+
+        ``on_end`` gets the new id and the file of its notebook, or the error.
+        """
         how = content.get("how")
         # One that is not set is as the settings say.
         flags = {name: True for name in BRANCH_FLAGS if isinstance(how, dict) and how.get(name) is True}
 
         async def branch() -> None:
-            kernel_id, failure = "", None
+            kernel_id, notebook, failure = "", "", None
             try:
                 kernel_id = await self.branch(str(content.get("name", "")), **flags)
+                notebook = self._notebook_of_branch(kernel_id)
             except Exception as error:
                 failure = GpuCkptError.from_exception(error)
-            await asyncio.to_thread(on_end, kernel_id, failure)
+            await asyncio.to_thread(on_end, kernel_id, notebook, failure)
 
         assert self._loop is not None
         self._branch_task = asyncio.run_coroutine_threadsafe(branch(), self._loop)
+
+    def _notebook_of_branch(self, kernel_id: str) -> str:
+        """Return the file of another kernel's notebook; empty if it has none, or this kernel's."""
+        kernels: Any = getattr(self.parent, "parent", None)
+        provisioner = kernels.get_kernel(kernel_id).provisioner if kernel_id in kernels else None
+        files = [each.lifecycle.home.notebook if each and each.lifecycle else "" for each in (self, provisioner)]
+        return files[1] if files[1] != files[0] else ""
 
     async def poll(self) -> int | None:
         """Called by the restarter and on shutdown.  None while checkpointed: anything else would restart the kernel."""
@@ -857,10 +913,19 @@ class GpuCkptProvisioner(LocalProvisioner):
             endings.keep_image(lifecycle.kernel)
             self.log.info("Kernel %s was shut down; its image is kept as %s", self.kernel_id, image.id)
             return
+        if restart and self._saves_restart and image.is_save_point:
+            self._note_saved(image)
+        elif restart and self._saves_restart and self._not_saved is None:
+            try:
+                self._require_small(image.manifest.bytes)
+            except PreflightError as error:
+                self._note_not_saved(error)
         if restart and not image.is_save_point and self._keeps(restart, image):
             try:
-                automatic_saves.keep_image(lifecycle, automatic_saves.RESTART, self.document())
+                kept = automatic_saves.keep_image(lifecycle, automatic_saves.RESTART, self.document())
                 self.log.info("Kernel %s is restarted; its image %s is a save point now", self.kernel_id, image.id)
+                if kept is not None:
+                    self._note_saved(kept)
                 return
             except Exception as error:  # the kernel is restarted all the same
                 self._note_not_saved(error)

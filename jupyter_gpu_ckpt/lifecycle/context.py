@@ -6,6 +6,7 @@ their undo, `lifecycle` runs them.  A step that fails leaves everything as it wa
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import threading
@@ -295,6 +296,8 @@ class KernelState:
     kept_image: Image | None = None
     #: The save point that was made last.
     save_point: Image | None = None
+    #: The id of the save point that the present state descends from (`SavePoint.parent`); empty without one.
+    parent: str = ""
     exit_status: int | None = None
     #: Whether the process ended by itself, or was killed.
     died: bool = False
@@ -356,6 +359,17 @@ class KernelState:
             return Step.DRAIN in machine.done  # none runs until the release
         return self.completion is not None and machine.state in (State.RUNNING, State.RESTORING)
 
+    def descend_from(self, image: Image) -> None:
+        """Note the save point that the kernel was saved in, or has gone back to, also for a later server."""
+        self.parent = image.id
+        self.write_session()
+
+    def write_session(self) -> None:
+        """Write what a later server needs to know; where the directory is full, it has the last state."""
+        if self.home.write_session is not None:
+            with contextlib.suppress(OSError):
+                self.home.write_session(self.home.runtime_dir)
+
     def require_capsule(self) -> Capsule:
         """Return the capsule.  Raises `CapsuleGone` if there is none."""
         if self.capsule is None:
@@ -416,6 +430,7 @@ class Attempt:
 
     kernel: KernelState
     goal: State
+    #: Of the image, or of ``next_image``: GPUs then by those to use.
     gpu_map: Mapping[str, str] | None = None
     #: For this restore, instead of the setting.
     accept_changed_files: bool | None = None

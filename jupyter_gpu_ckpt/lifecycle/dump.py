@@ -120,7 +120,7 @@ def dump(attempt: Attempt) -> None:
     attempt.clocks = kernel.require_capsule().clocks()
     point = attempt.next_image
     if point is not None and kernel.ahead is None and host_memory.may_read_ahead(kernel, point):
-        restore.begin_to_go_back(kernel, point)
+        restore.begin_to_go_back(attempt, point)
     with attempt.traced.part("space"):
         needed = _needed(kernel, bytes)
     over, pause, evicted, tries = time.monotonic() + kernel.settings.pipes, 0.1, False, 1
@@ -490,7 +490,7 @@ def publish(attempt: Attempt) -> None:
     """
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
     if attempt.next_image is not None and kernel.ahead is None:
-        restore.begin_to_go_back(kernel, attempt.next_image)
+        restore.begin_to_go_back(attempt, attempt.next_image)
     image = completing.hand_over(attempt, _final_manifest(attempt)) if attempt.completion is not None else None
     if image is None and attempt.linked is not None:
         _write_linked(attempt, attempt.linked)
@@ -508,6 +508,7 @@ def keep(attempt: Attempt) -> None:
         with attempt.traced.part("device_memory"):
             _write_linked(attempt, attempt.linked)
     attempt.kernel.save_point = _published(attempt)
+    attempt.kernel.descend_from(attempt.kernel.save_point)
     host_memory.discard_chunks(attempt.kernel)
 
 
@@ -613,11 +614,12 @@ def _save_point(attempt: Attempt) -> dict[str, Any] | None:
     """Return what makes the image a save point, with the agent's summary; None for one that is no save point."""
     if attempt.save_point is None:
         return None
+    facts = {**attempt.save_point.as_dict(), "parent": attempt.kernel.parent}
     summary = attempt.kernel.saved.report.get("summary")
     if not summary:  # nobody knows the variables: without an agent, or if it failed
-        return {**attempt.save_point.as_dict(), "left_out": 1}
+        return {**facts, "left_out": 1}
     known = {name: summary[name] for name in ("cell", "variables", "left_out") if name in summary}
-    return {**attempt.save_point.as_dict(), **known}
+    return {**facts, **known}
 
 
 def _fingerprint(attempt: Attempt, directory: Path, regular_files: Iterable[images.RegularFile]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def require_choice(files: Any) -> FilesChoice:
     return choice
 
 
-def check(kernel: KernelState, point: Image, files: FilesChoice) -> list[str]:
+def check(kernel: KernelState, point: Image, files: FilesChoice, gpu_map: Mapping[str, str] | None = None) -> list[str]:
     """Check that a kernel can go back, which is not disturbed; return the files that are to be put back.
 
     Reads only: without the kernel's lock a dump may be under way, and a branch of the point be restored.  Raises as a
@@ -72,7 +72,12 @@ def check(kernel: KernelState, point: Image, files: FilesChoice) -> list[str]:
 
         def compare(accept: bool) -> list[Mismatch]:
             found = compatibility.mismatches(
-                manifest, engine.store, engine.gpus, engine.criu_version, accept_changed_files=accept
+                manifest,
+                engine.store,
+                engine.gpus,
+                engine.criu_version,
+                accept_changed_files=accept,
+                gpu_map=gpu_map,
             )
             return _by_first_names([each for each in found if each.field not in _LATER], aside)
 

@@ -147,14 +147,20 @@ class Lifecycle:
             assert self.kernel.save_point is not None
             return self.kernel.save_point
 
-    def back(self, name: str, files: FilesChoice = None, notebook: bytes | None = None) -> Image:
+    def back(
+        self,
+        name: str,
+        files: FilesChoice = None,
+        notebook: bytes | None = None,
+        gpu_map: Mapping[str, str] | None = None,
+    ) -> Image:
         """Go back to the save point of this name.  The present state is saved first, as an automatic one: return that.
 
         A kernel that sleeps is not woken for that: the image that it sleeps in becomes the save point, or is one.
 
-        ``files``: what the kernel gets of files that differ.  ``notebook``: the present document.  After failure the
-        kernel is in its present state, or asleep in it.  Raises `FilesDiffer` for files without a choice,
-        `SavePointNotFound`.
+        ``files``: what the kernel gets of files that differ.  ``notebook``: the present document.  ``gpu_map``: as for
+        `restore`, of the save point.  After failure the kernel is in its present state, or asleep in it.  Raises
+        `FilesDiffer` for files without a choice, `SavePointNotFound`.
         """
         kernel, store = self.kernel, self.engine.store
         with kernel.lock, contextlib.ExitStack() as stack:
@@ -163,34 +169,35 @@ class Lifecycle:
             asleep = restore.image_of_sleep(kernel)
             point = find(store.images(), self.home.kernel_id, name)
             if asleep is not None and asleep.id == point.id and files is None:
-                self._perform(Move.RESTORE, State.RUNNING)
+                self._perform(Move.RESTORE, State.RUNNING, gpu_map=gpu_map)
                 return point
             if self.state not in (State.RUNNING, State.CHECKPOINTED, State.DEAD):
                 self.wake()
             if point.archived:
                 with point.lease():
                     restore.fetch_content(kernel, point)
-            then = going_back.check(kernel, point, files)
+            then = going_back.check(kernel, point, files, gpu_map)
             if asleep is not None and not going_back.is_covered(store, asleep, then):
                 # Only a dump keeps the files that are replaced.  Others may have changed them: as they are now, they
                 # belong to the state that is saved.
                 if asleep.is_save_point:
                     going_back.put_missing_files_back(store, asleep)
                 self._perform(Move.RESTORE, State.RUNNING, accept_changed_files=True)
-                asleep, then = None, going_back.check(kernel, point, files)
+                asleep, then = None, going_back.check(kernel, point, files, gpu_map)
             stack.callback(kernel.release_point_lease)
             kernel.point_lease = point.lease(MOMENT)  # nobody deletes it while the present state is saved
             name = going_back.automatic_name("before going back", store.images(), self.home.kernel_id)
             if asleep is None:
                 options: dict[str, Any] = {"save_point": SavePoint(name, automatic=True), "notebook": notebook}
-                self._perform(Move.CHECKPOINT, State.CHECKPOINTED, next_image=point, replaced=then, **options)
+                options |= {"next_image": point, "gpu_map": gpu_map, "replaced": then}
+                self._perform(Move.CHECKPOINT, State.CHECKPOINTED, **options)
             elif not asleep.is_save_point:
-                before, most = SavePoint(name, automatic=True, left_out=1), kernel.settings.kept_file_bytes
-                kernel.image = of_sleep(store, asleep, before, notebook, most, then)
+                before = SavePoint(name, automatic=True, left_out=1, parent=kernel.parent)
+                kernel.image = of_sleep(store, asleep, before, notebook, kernel.settings.kept_file_bytes, then)
             present, kernel.image = kernel.image, point
             assert present is not None
             try:
-                self._perform(Move.RESTORE, State.RUNNING, files=files, present=present)
+                self._perform(Move.RESTORE, State.RUNNING, files=files, present=present, gpu_map=gpu_map)
             except GpuCkptError as error:
                 if self.state is State.CHECKPOINTED:
                     kernel.image = present

@@ -312,22 +312,23 @@ def _restore(attempt: Attempt, capsule: Capsule, files: Readable, running: dict[
         return kernel.engine.criu.restore(capsule, view, pipes=manifest.pipes, timeout=timeout, **running)
 
 
-def begin_to_go_back(kernel: KernelState, image: Image) -> None:
+def begin_to_go_back(attempt: Attempt, image: Image) -> None:
     """Begin to make the capsule for the way back, and to read device memory and restore processes in it, where allowed.
 
     The kernel's clocks continue from now.
     """
+    kernel, same_gpus = attempt.kernel, not attempt.gpu_map
     create = functools.partial(kernel.home.create_capsule, image, beside=True)
     read = functools.partial(host_memory.begin_read_ahead, kernel, image)
     with contextlib.suppress(RuntimeError):  # there are no more threads: it is made when it is needed
-        kernel.ahead = CapsuleAhead(image, create, read, functools.partial(_prepare_ahead, kernel, image))
+        kernel.ahead = CapsuleAhead(image, create, read, functools.partial(_prepare_ahead, kernel, image, same_gpus))
 
 
-def _prepare_ahead(kernel: KernelState, image: Image) -> ProcessesAhead | None:
+def _prepare_ahead(kernel: KernelState, image: Image, same_gpus: bool) -> ProcessesAhead | None:
     """Return how the processes of a save point are restored while the kernel's own are there; None if they must not be.
 
     Not where something of them cannot exist twice, a restore needs more files than the image's and those that they have
-    open, or one of these is another than it was.
+    open, or one of these is another than it was.  ``same_gpus``: nobody has chosen others, to which they would go late.
     """
     store, manifest, directory = kernel.engine.store, image.manifest, image.criu_directory
     files, noted = manifest.fingerprint.get("files", {}), manifest.fingerprint
@@ -367,7 +368,7 @@ def _prepare_ahead(kernel: KernelState, image: Image) -> ProcessesAhead | None:
         found = exclusive.find(directory, own, manifest.notes)
         twice = [each for each in found if each.kind not in ("connection", "semaphore")]
         if not (twice or images.ghost_names(directory)) and is_still_true():
-            may_resume = resume if _may_resume_ahead(kernel, manifest) else None
+            may_resume = resume if same_gpus and _may_resume_ahead(kernel, manifest) else None
             whole = functools.partial(shared_chunks.whole, store.root, directory)
             return ProcessesAhead(lease, verification, whole, restore, is_still_true, may_resume, suspend)
         verification.cancel(wait_for_end=True)

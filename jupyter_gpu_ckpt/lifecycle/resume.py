@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from ..capsule.capsule import Capsule
 from ..cuda.cuda import CudaState
-from ..cuda.gpus import gpu_mapping
+from ..cuda.gpus import Gpu, gpu_mapping
 from ..errors import BadRequest, GpuFull, KeyUnusable, UnsupportedCuda
 from ..units import size
 from . import cuda_processes, host_memory, preflight
@@ -58,7 +59,35 @@ def reserve(attempt: Attempt) -> None:
                 wanted = {uuid: admitted[home] for uuid, home in here.items() if home in admitted}
                 attempt.gpu_mapping = gpu_mapping(kernel.saved.node_gpus, present, wanted)
             return
-    attempt.reservation.enter_context(_reservation(attempt))
+    try:
+        attempt.reservation.enter_context(_reservation(attempt))
+    except GpuFull as error:
+        if attempt.lease is not None and not attempt.gpu_map:
+            _name_another_gpu(attempt, gpus, error)
+        raise
+
+
+def _name_another_gpu(attempt: Attempt, present: Sequence[Gpu], error: GpuFull) -> None:
+    """Have an error about a GPU name another one of the same model that has enough free memory, if there is one."""
+    full, needed = error.details.get("uuid"), error.details.get("needed", 0)
+    home = next((gpu for gpu in present if gpu.uuid == full), None)
+    if home is None:  # it is not full, but locked
+        return
+    claimed, used = attempt.kernel.engine.gpus.claimed, _needs(attempt)
+    fits = [
+        gpu
+        for gpu in present
+        if (gpu.name, gpu.uuid in used) == (home.name, False)
+        and gpu.total >= home.total
+        and gpu.free - claimed(gpu.uuid) >= needed
+    ]
+    if fits:
+        names = {here: saved for saved, here in (attempt.gpu_mapping or {}).items()}
+        choice = json.dumps({"gpu_map": {names.get(home.uuid, home.uuid): fits[0].uuid}})
+        error.hint = (
+            f"Nothing is lost. Free memory on the GPU (checkpoint another kernel), or use GPU {fits[0].index}, which "
+            f"has {size(fits[0].free)} free: {choice} in the request by REST, or gpu_map in a program."
+        )
 
 
 def _reservation(attempt: Attempt) -> AbstractContextManager[None]:
@@ -182,15 +211,7 @@ def connect(attempt: Attempt) -> None:
     patience = kernel.settings.base if attempt.unwinding else 0.0
     open_gate(kernel, kernel.settings.connect + patience)
     if not kernel.home.has_agent:
-        _write_session(kernel)  # with the gate's new name
-
-
-def _write_session(kernel: KernelState) -> None:
-    """Write what a later server needs of the gate; where the directory is full, it has the last state."""
-    home = kernel.home
-    if home.write_session is not None:
-        with contextlib.suppress(OSError):
-            home.write_session(home.runtime_dir)
+        kernel.write_session()  # with the gate's new name
 
 
 def thaw(attempt: Attempt) -> None:
@@ -205,7 +226,7 @@ def thaw(attempt: Attempt) -> None:
     if not kernel.home.has_agent:
         if notice:
             kernel.gate.notify(notice)
-            _write_session(kernel)
+            kernel.write_session()
     else:
         environ = {name: os.environ[name] for name in kernel.settings.refresh if name in os.environ}
         # Then another one has begun, or continues with, this session of IPython's history.
@@ -259,6 +280,8 @@ def release(attempt: Attempt) -> None:
             attempt.lease.claim(capsule.host_pid, capsule.keep_fd)
             if attempt.present is not None:  # and nobody wakes the state that it has gone back from
                 (kernel.completion or attempt.present).claim(capsule.host_pid, capsule.keep_fd)
+            if kernel.image is not None and kernel.image.is_save_point:
+                kernel.descend_from(kernel.image)
         else:  # until a restored kernel's image is deleted it is what is left if the kernel dies
             supersede_images(kernel)
     if attempt.alone:

@@ -280,7 +280,7 @@ def quiesce(attempt: Attempt) -> None:
     """Have the agent prepare the kernel for a dump; refuse a kernel by its report."""
     kernel, writes = attempt.kernel, attempt.goal is State.CHECKPOINTED
     if attempt.next_image is not None and host_memory.may_go_back_before_suspend(kernel, attempt.next_image):
-        restore.begin_to_go_back(kernel, attempt.next_image)
+        restore.begin_to_go_back(attempt, attempt.next_image)
     if not kernel.saved.cuda:
         kernel.saved, kernel.refusal = Saved(), None
     if not kernel.home.has_agent:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from http.client import responses
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -121,6 +121,13 @@ class Handler(ExtensionHandlerMixin, APIHandler):
             fields = f", which may have: {', '.join(sorted(allowed))}" if allowed else " without fields"
             raise BadRequest(f"The body may be empty or an object{fields}.")
         return body
+
+    @staticmethod
+    def require_gpu_map(body: Mapping[str, Any]) -> None:
+        """Raise `BadRequest` for a body whose ``gpu_map`` does not map GPUs."""
+        mapping = body.get("gpu_map", {})
+        if not isinstance(mapping, dict) or not all(isinstance(uuid, str) for uuid in mapping.values()):
+            raise BadRequest("gpu_map must map GPU UUIDs to GPU UUIDs.")
 
     def image(self, id: str) -> Image:
         """Return the image of that id.  Reads the disk.  Raises `BadRequest` for an invalid id, and as `Store.get`."""

@@ -85,9 +85,7 @@ class VerbHandler(Handler):
         body = self.body(_PARAMETERS.get(verb, set()))
         if body.get("when", "now") not in ("now", "idle"):
             raise BadRequest('when is "now" or "idle".')
-        mapping = body.get("gpu_map", {})
-        if not isinstance(mapping, dict) or not all(isinstance(uuid, str) for uuid in mapping.values()):
-            raise BadRequest("gpu_map must map GPU UUIDs to GPU UUIDs.")
+        self.require_gpu_map(body)
         if not isinstance(body.get("accept_changed_files", False), bool):
             raise BadRequest("accept_changed_files is true or false.")
         return body
@@ -102,16 +100,17 @@ class BranchHandler(Handler):
 
     async def post(self, kernel_id: str) -> None:
         """Begin a branch; the job's result has the id of the new kernel, and the path of its notebook."""
-        provisioner, body = self.checkpointable(kernel_id), self.body({"save_point", *BRANCH_FLAGS})
+        provisioner, body = self.checkpointable(kernel_id), self.body({"save_point", "gpu_map", *BRANCH_FLAGS})
         name = body.get("save_point", "")
         if not isinstance(name, str):
             raise BadRequest("save_point is the name of a save point.")
         if not all(isinstance(body.get(flag, False), bool) for flag in BRANCH_FLAGS):
             raise BadRequest(f"{', '.join(BRANCH_FLAGS)} are true or false.")
-        flags = {flag: body[flag] for flag in BRANCH_FLAGS if flag in body}
+        self.require_gpu_map(body)
+        how = {field: body[field] for field in ("gpu_map", *BRANCH_FLAGS) if field in body}
 
         async def branch() -> dict[str, Any]:
-            started = await provisioner.branch(name, **flags)
+            started = await provisioner.branch(name, **how)
             made = self.app.branches.started.get(started)
             return {"kernel_id": started, "notebook": made.notebook if made else ""}
 

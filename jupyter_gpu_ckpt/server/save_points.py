@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import BadRequest, GpuCkptError, NotebookNotReplaced, SavePointNotFound
@@ -47,12 +48,14 @@ class BackHandler(Handler):
     """``kernels/<id>/back``: begin to go back to a save point; 202 with the job."""
 
     async def post(self, kernel_id: str) -> None:
-        fields = {"name", "files", "when", "notebook"}
+        fields = {"name", "files", "when", "notebook", "gpu_map"}
         provisioner, parameters = self.checkpointable(kernel_id), self.body(fields)
         name, files, turn = _name(parameters), going_back.require_choice(parameters.get("files")), None
         if not isinstance(with_notebook := parameters.get("notebook", False), bool):
             raise BadRequest("notebook is true or false.")
-        point = await self._checked(provisioner, name, files)
+        self.require_gpu_map(parameters)
+        gpu_map = parameters.get("gpu_map")
+        point = await self._checked(provisioner, name, files, gpu_map)
         if with_notebook:
             await self._require_notebooks(kernel_id, point)
         if _when(parameters) == "idle":
@@ -62,19 +65,20 @@ class BackHandler(Handler):
 
         async def back() -> dict[str, Any]:
             if with_notebook:
-                return await self._back_with_notebook(provisioner, name, files, point)
-            before = await provisioner.back(name, files, await notebooks.document(self.serverapp, kernel_id))
+                return await self._back_with_notebook(provisioner, name, files, point, gpu_map)
+            document = await notebooks.document(self.serverapp, kernel_id)
+            before = await provisioner.back(name, files, document, gpu_map=gpu_map)
             return {**save_point.described(before), "notebook": "", "notebook_error": None}
 
         self.reply_started(self.app.jobs.start(kernel_id, "back", parameters, back, turn))
 
-    async def _checked(self, provisioner: GpuCkptProvisioner, name: str, files: FilesChoice) -> Image:
+    async def _checked(self, provisioner: GpuCkptProvisioner, *choices: Any) -> Image:
         """Return the save point, as `_check`; one that is being saved, or that a cell has requested, is waited for."""
         while provisioner.is_saving or self.app.jobs.is_under_way(provisioner.kernel_id, "save"):
             with contextlib.suppress(SavePointNotFound):
-                return await asyncio.to_thread(_check, provisioner, name, files)
+                return await asyncio.to_thread(_check, provisioner, *choices)
             await asyncio.sleep(_LOOK_S)
-        return await asyncio.to_thread(_check, provisioner, name, files)
+        return await asyncio.to_thread(_check, provisioner, *choices)
 
     async def _require_notebooks(self, kernel_id: str, point: Image) -> tuple[str, bytes]:
         """Return path and content of the present notebook.  Raises `NotebookNotReplaced` if one of both is missing."""
@@ -83,14 +87,19 @@ class BackHandler(Handler):
         return await notebooks.require(self.serverapp, kernel_id)
 
     async def _back_with_notebook(
-        self, provisioner: GpuCkptProvisioner, name: str, files: FilesChoice, point: Image
+        self,
+        provisioner: GpuCkptProvisioner,
+        name: str,
+        files: FilesChoice,
+        point: Image,
+        gpu_map: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Go back, then replace the notebook, which is kept with the present state; return the job's result."""
         store = self.app.store
         path, present = await self._require_notebooks(point.manifest.kernel_id, point)
         # Before: the save point may be an automatic one that is too many afterwards.
         wanted = None if point.archived else await asyncio.to_thread(save_point.notebook, store, point)
-        before = await provisioner.back(name, files, present)
+        before = await provisioner.back(name, files, present, gpu_map=gpu_map)
         error = None
         try:
             if before.path.exists() and await asyncio.to_thread(save_point.notebook, store, before) != present:
@@ -151,13 +160,13 @@ class CompareHandler(Handler):
         self.reply({"from": name, "to": other or None, **save_point.compare(before, others[0])})
 
 
-def _check(provisioner: GpuCkptProvisioner, name: str, files: FilesChoice) -> Image:
+def _check(provisioner: GpuCkptProvisioner, name: str, files: FilesChoice, gpu_map: Mapping[str, str] | None) -> Image:
     """Return the save point.  Raises what prevents a kernel from going back, as far as it shows while it runs."""
     if (lifecycle := provisioner.lifecycle) is None:
         raise GpuCkptError("The kernel was ended.", hint="Try again.")
     point = save_point.find(lifecycle.engine.store.images(), lifecycle.home.kernel_id, name)
     if not point.archived:  # else its content is fetched first
-        going_back.check(lifecycle.kernel, point, files)
+        going_back.check(lifecycle.kernel, point, files, gpu_map)
     return point
 
 

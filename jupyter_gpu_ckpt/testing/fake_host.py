@@ -24,7 +24,7 @@ from ..cuda.helper_client import Caller
 from ..image.store import Store
 from ..kernel.engine import use_engine
 from ..lifecycle.context import Engine
-from .fake_cuda import CHECKPOINTED, FakeCuda, FakeDriver, FakeGpus, FakeProcess
+from .fake_cuda import CHECKPOINTED, RUNNING, FakeCuda, FakeDriver, FakeGpus, FakeProcess
 
 _MEMORY = "fake-device-memory.json"
 
@@ -43,7 +43,10 @@ class FakeHost(FakeDriver):
 
     def __init__(self, gpus: Mapping[str, int]) -> None:
         super().__init__(gpus)
-        self._kernels: dict[Path, tuple[int, FakeProcess]] = {}
+        #: By their directories; with what a cell has allocated, as it was last seen.
+        self._kernels: dict[Path, tuple[int, FakeProcess, str]] = {}
+        #: Processes that are branches of one that has run on in that directory.
+        self._branches: set[int] = set()
 
     def call(self, op: str, *, lane: int | None = None, timeout_s: float, **args: Any) -> Any:
         """Called from the facades."""
@@ -55,14 +58,24 @@ class FakeHost(FakeDriver):
         """Know the process ``pid``, with the state its kernel had before a dump."""
         home = _home(pid)
         with self._guard:
+            if pid in self._branches & self.processes.keys():
+                return
             known = self._kernels.get(home) if home is not None else None
+            if known is not None and known[0] != pid and known[1].state != CHECKPOINTED and _lives(known[0]):
+                state = CHECKPOINTED if known[1].cuda else RUNNING
+                self._branches.add(pid)
+                self.processes[pid] = FakeProcess(json.loads(known[2] or "{}"), cuda=known[1].cuda, state=state)
+                return
             if known is None or (known[0] != pid and known[1].state != CHECKPOINTED):
-                known = (pid, FakeProcess(cuda=False))
-            if home is not None and known[1].state != CHECKPOINTED and (home / _MEMORY).exists():
-                known[1].memory, known[1].cuda = json.loads((home / _MEMORY).read_text()), True
+                known = (pid, FakeProcess(cuda=False), "")
+            _, process, seen = known
+            if home is not None and process.state != CHECKPOINTED and (home / _MEMORY).exists():
+                text = (home / _MEMORY).read_text()
+                if text != seen:  # else it may be on another GPU since
+                    process.memory, process.cuda, seen = json.loads(text), True, text
             if home is not None:
-                self._kernels[home] = (pid, known[1])
-            self.processes[pid] = known[1]
+                self._kernels[home] = (pid, process, seen)
+            self.processes[pid] = process
 
 
 class _Cuda(FakeCuda):
@@ -71,6 +84,12 @@ class _Cuda(FakeCuda):
     def _read(self, pid: int, name: str) -> str:
         self.driver.track(pid)
         return super()._read(pid, name)
+
+
+def _lives(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return procfs.stat(pid).state not in "ZX"
+    return False
 
 
 def _home(pid: int) -> Path | None:

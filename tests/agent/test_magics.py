@@ -244,6 +244,9 @@ async def test_tab_completes_options_variables_and_times(kernel):
     assert {"weights", "wheels"} <= set(await complete("%gpu_checkpoint --drop w"))
     assert "wheels" in await complete("%gpu_checkpoint --keep weights,wh")
     assert {"2h", "off"} <= set(await complete("%gpu_checkpoint --protect "))
+    await kernel.provisioner.save("first try")
+    for option in ("--back", "--branch", "--delete", "--compare"):
+        assert "'first try'" in await complete(f"%gpu_checkpoint {option} "), option
     assert "--limit" in await complete("%gpu_memory --l")
     assert any("gpu_checkpoint" in match for match in await complete("%gpu_ch"))
 

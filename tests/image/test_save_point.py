@@ -333,3 +333,8 @@ def test_a_kernel_without_an_agent_has_no_magic_to_go_back_by(store):
     assert "%" not in without
     store.remove(image)
     assert automatic_saves.offer(store, FACTS.kernel_id, -9, has_magic=False) == ""
+
+
+def test_a_manifest_without_a_parent_or_with_one_of_another_type_has_none():
+    assert save_point.from_summary({"variables": []}).parent == ""
+    assert save_point.from_summary({"parent": 7}).parent == ""

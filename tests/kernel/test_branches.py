@@ -447,3 +447,29 @@ async def test_a_branch_s_manager_is_its_own_whatever_becomes_of_the_other(kerne
         assert [await each.run(read) for each in (one, two)] == ["{'x': 21} True", "{'x': 12} True"]
         await two.provisioner.checkpoint()
         assert await two.run(read) == "{'x': 12} True"
+
+
+async def test_a_kernel_from_a_template_has_the_tokens_of_its_own_start(
+    tmp_path, runtime_base, criu_binary, monkeypatch
+):
+    """Not those of the kernel that the template was made of, which may be revoked, or another user's."""
+    monkeypatch.setenv("JUPYTERHUB_API_TOKEN", "of the template")
+    monkeypatch.setenv("STORAGE_TOKEN", "of the template")
+    monkeypatch.setenv("OLD_TOKEN", "of the template")
+    show = (
+        "import os; print(*(os.environ.get(name) for name in ('JUPYTERHUB_API_TOKEN', 'STORAGE_TOKEN', 'OLD_TOKEN')))"
+    )
+    async with notebook(tmp_path, runtime_base) as kernel:
+        assert await kernel.run(show) == "of the template of the template of the template"
+        point = await kernel.provisioner.save("ready")
+        monkeypatch.setenv("JUPYTERHUB_API_TOKEN", "of the start")
+        monkeypatch.setenv("STORAGE_TOKEN", "of the start")
+        monkeypatch.delenv("OLD_TOKEN")
+        async with branch_of(point.id, kernel, tmp_path / "new", is_template=True) as new:
+            assert await new.run(show) == "of the start of the start None"
+            await new.provisioner.checkpoint()
+            assert await new.run(show) == "of the start of the start None"
+            child = (
+                f"import subprocess, sys; print(subprocess.check_output([sys.executable, '-c', {show!r}], text=True))"
+            )
+            assert await new.run(child) == "of the start of the start None"

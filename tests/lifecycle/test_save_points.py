@@ -235,7 +235,7 @@ async def test_a_save_leaves_the_kernel_running_and_a_save_point_with_a_summary(
 
 
 def test_of_a_kernel_without_an_agent_no_variable_is_called_new():
-    kernel = SimpleNamespace(saved=Saved())
+    kernel = SimpleNamespace(saved=Saved(), parent="")
     before = save_point.from_summary(dump._save_point(SimpleNamespace(kernel=kernel, save_point=SavePoint("one"))))
     after = SavePoint("two", variables=[{"name": "x", "type": "int", "bytes": 28}])
     compared = save_point.compare(before, after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from pathlib import Path
@@ -45,6 +46,20 @@ def said(living, kernel_id: str) -> str:
     return ""
 
 
+def fresh(living, kernel_id: str) -> tuple[str, str]:
+    """Run a first cell in a restarted kernel; return what is said about the state before, and what it printed."""
+    said, _, printed = living.run(kernel_id, "print('x' in dir())").rpartition("\n")
+    assert living.run(kernel_id, "print(1)") == "1", "it is said once"
+    return said, printed
+
+
+def undo(living, kernel_id: str) -> str:
+    """The note about a restart that can be undone."""
+    return (
+        f"The state before the restart is saved; to go back to it: %gpu_checkpoint --back {newest(living, kernel_id)!r}"
+    )
+
+
 def newest(living, kernel_id: str) -> str:
     return str(living.get(f"gpu-ckpt/kernels/{kernel_id}/saves")[-1]["name"])
 
@@ -53,7 +68,7 @@ def test_a_restart_can_be_undone(living):
     kernel_id = living.start_kernel()
     living.run(kernel_id, "x = 41")
     assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
-    assert living.run(kernel_id, "print('x' in dir())") == "False"
+    assert fresh(living, kernel_id) == (undo(living, kernel_id), "False")
     assert saves(living, kernel_id) == ["before a restart"]
     assert living.do(kernel_id, "back", {"name": newest(living, kernel_id)})["error"] is None
     assert living.run(kernel_id, "print(x + 1)") == "42"
@@ -83,7 +98,7 @@ def test_a_restart_of_a_sleeping_kernel_can_be_undone(living, moment):
         verb = "checkpoint" if moment == "falling asleep" else "restore"
         assert living.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/{verb}").ok
     assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
-    assert living.run(kernel_id, "print('x' in dir())") == "False"
+    assert fresh(living, kernel_id) == (undo(living, kernel_id), "False")
     assert saves(living, kernel_id) == ["before a restart"]
     point = living.get(f"gpu-ckpt/kernels/{kernel_id}/saves")[0]
     assert not point["asleep"]
@@ -114,13 +129,24 @@ def test_files_and_shared_memory_go_back_to_before_the_restart_of_a_sleeping_ker
     assert list(memory.parent.glob(f"{memory.name}*")) == []
 
 
-def test_a_sleeping_kernel_that_is_too_large_leaves_nothing_at_its_restart(tmp_path, runtime_base, criu_binary):
+def test_a_kernel_that_is_too_large_leaves_nothing_at_its_restart_and_that_is_said(tmp_path, runtime_base, criu_binary):
     with server(tmp_path, runtime_base, config="c.GpuCkptProvisioner.save_before_restarts = 1000") as living:
         kernel_id = living.start_kernel()
-        assert living.do(kernel_id, "checkpoint")["error"] is None
+        for asleep in (True, False):
+            assert not asleep or living.do(kernel_id, "checkpoint")["error"] is None
+            assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
+            said, _ = fresh(living, kernel_id)
+            assert "no save point could be made before the restart (NOT_NOW: It has " in said
+            assert "more than the 1000 B that `save_before_restarts` allows" in said
+            assert living.get("gpu-ckpt/images") == []
+        assert living.log.count("is restarted without a save point: NOT_NOW") == 2
+
+
+def test_nothing_is_said_where_no_save_points_are_wanted_before_restarts(tmp_path, runtime_base, criu_binary):
+    with server(tmp_path, runtime_base, config="c.GpuCkptProvisioner.save_before_restarts = 0") as living:
+        kernel_id = living.start_kernel()
         assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
-        assert living.run(kernel_id, "print(1)") == "1"
-        assert living.get("gpu-ckpt/images") == []
+        assert fresh(living, kernel_id) == ("", "False")
 
 
 def test_a_restart_that_leaves_no_save_point_says_why(tmp_path, runtime_base, criu_binary):
@@ -152,6 +178,8 @@ def test_a_busy_kernel_is_restarted_at_once(living):
         until(lambda: living.get(f"api/kernels/{kernel_id}")["execution_state"] == "busy")
         assert living.ask("POST", f"api/kernels/{kernel_id}/restart").ok
     assert saves(living, kernel_id) == []
+    said, _ = fresh(living, kernel_id)
+    assert "no save point could be made before the restart (KERNEL_BUSY: A cell was running, or waited.)" in said
 
 
 def test_before_a_risky_cell_there_is_a_save_point_and_a_kernel_that_dies_in_it_offers_that(living):
@@ -173,6 +201,24 @@ def test_before_a_risky_cell_there_is_a_save_point_and_a_kernel_that_dies_in_it_
     assert f"%gpu_checkpoint --back {newest(living, kernel_id)!r}" in offered
     assert living.do(kernel_id, "back", {"name": newest(living, kernel_id)})["error"] is None
     assert living.run(kernel_id, "print(x)") == "42"
+
+
+@pytest.mark.parametrize(
+    ("cell", "signal"), [("import ctypes; ctypes.string_at(0)", 11), ("import os; os.kill(os.getpid(), 9)", 9)]
+)
+def test_a_kernel_that_a_signal_ends_offers_its_last_save_point(living, cell, signal):
+    kernel_id = living.start_kernel()
+    living.run(kernel_id, "x = 41")
+    assert living.do(kernel_id, "save", {"name": "one"})["error"] is None
+    restarted = living.log.count("restarting kernel")
+    with living.client(kernel_id) as client:
+        client.execute(cell)
+        until(lambda: living.log.count("restarting kernel") > restarted)  # a cell before that is lost
+    offered = until(lambda: said(living, kernel_id))
+    assert f"The kernel was ended by signal {signal}; this is a fresh one." in offered
+    assert offered.endswith("to go back to it: %gpu_checkpoint --back one")
+    assert living.do(kernel_id, "back", {"name": "one"})["error"] is None
+    assert living.run(kernel_id, "print(x)") == "41"
 
 
 def test_a_risky_cell_does_not_run_without_a_save_point(living):
@@ -241,6 +287,7 @@ async def test_a_kernel_whose_gate_has_failed_keeps_no_other_from_being_saved():
 
     class Kernel(SimpleNamespace):
         state, save_when_idle, log = State.RUNNING, 0.01, logging.getLogger("kernel")
+        lifecycle = None
 
         async def save_automatically(self, why: str) -> None:
             saved.append(why)
@@ -250,7 +297,50 @@ async def test_a_kernel_whose_gate_has_failed_keeps_no_other_from_being_saved():
         def under_way(self):
             raise GateError("The call was cancelled: the gate's thread failed.")
 
-    good = SimpleNamespace(under_way=SimpleNamespace(cells=0), last_activity=0.0)
+    good = SimpleNamespace(under_way=SimpleNamespace(cells=0), last_activity=0.0, queries=0)
     kernels = {"a": Kernel(gate=FailedGate()), "b": Kernel(gate=good)}
     await idle_saves.IdleSaves(lambda: kernels).round()
     assert saved == ["idle"]
+
+
+async def test_a_kernel_whose_thread_works_is_saved_again_and_one_that_does_nothing_is_not(kernel):
+    provisioner, store = kernel.provisioner, kernel.lifecycle.engine.store
+    provisioner.save_when_idle = 0.001
+    rounds = idle_saves.IdleSaves(lambda: {provisioner.kernel_id: provisioner})
+
+    def counted() -> int:
+        return len(save_point.of_kernel(store.images(), provisioner.kernel_id))
+
+    async def saved(count: int) -> None:
+        while counted() < count:
+            await rounds.round()
+            await asyncio.sleep(0.02)
+
+    await kernel.run("x = 0")
+    await asyncio.wait_for(saved(1), 60)
+    for _ in range(20):
+        await asyncio.sleep(0.02)
+        await rounds.round()
+    assert counted() == 1, "another would be the same"
+    await kernel.run(
+        "import threading\ndef train():\n    global x\n    while True: x += 1\n"
+        "threading.Thread(target=train, daemon=True).start()"
+    )
+    await asyncio.wait_for(saved(4), 60)
+    points = map(save_point.of_image, save_point.of_kernel(store.images(), provisioner.kernel_id).values())
+    assert [point.cell for point in points] == [1, 2, 2, 2], "without another cell"
+
+
+async def test_a_kernel_that_has_slept_since_its_save_is_not_saved_for_that(kernel):
+    provisioner, store = kernel.provisioner, kernel.lifecycle.engine.store
+    provisioner.save_when_idle = 0.001
+    rounds = idle_saves.IdleSaves(lambda: {provisioner.kernel_id: provisioner})
+    await kernel.run("x = 0")
+    await asyncio.sleep(0.1)
+    await rounds.round()
+    await provisioner.checkpoint()
+    await provisioner.restore()
+    for _ in range(5):
+        await asyncio.sleep(0.1)
+        await rounds.round()
+    assert len(save_point.of_kernel(store.images(), provisioner.kernel_id)) == 1

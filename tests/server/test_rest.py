@@ -332,6 +332,7 @@ def test_a_verb_that_waits_is_not_done_to_the_kernel_that_comes_after_a_restart(
         job = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/checkpoint", json={"when": "idle"}).json()
         assert live.ask("POST", f"api/kernels/{kernel_id}/restart").ok
         assert live.ended(job["id"])["error"]["code"] == "WRONG_STATE"
+    assert "KERNEL_BUSY" in live.run(kernel_id, "pass"), "why the state before was not saved"
     assert live.run(kernel_id, "print(2)") == "2"
     assert live.get(f"gpu-ckpt/kernels/{kernel_id}")["state"] == "running"
 
@@ -347,6 +348,7 @@ def test_a_restart_during_a_verb_works_and_is_not_called_a_failure(live, kernel_
         assert (error["code"], error["left"]) == ("KERNEL_LOST", "the kernel is gone")
         assert error["message"] == "The kernel was ended by its owner (a restart or a shutdown) meanwhile."
         assert error["hint"].startswith("That was requested")
+    live.run(kernel_id, "pass")  # which says whether the state before was saved
     assert live.run(kernel_id, "print('gone' in globals())") == "False"
     document = live.get(f"gpu-ckpt/kernels/{kernel_id}")
     assert (document["state"], document["failure"]) == ("running", None)
@@ -403,6 +405,8 @@ def test_a_verb_that_makes_no_sense_fails_with_the_state(live, kernel_id):
     ("verb", "body"),
     [
         ("restore", {"gpu_map": ["a"]}),
+        ("branch", {"gpu_map": {"a": 1}}),
+        ("back", {"name": "one", "gpu_map": ["a"]}),
         ("restore", {"accept_changed_files": "yes"}),
         ("restore", {"other": 1}),
         ("restore", {"when": "idle"}),

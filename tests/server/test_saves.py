@@ -95,7 +95,9 @@ def test_a_user_saves_goes_back_and_deletes_by_magics(living, kernel_id):
     living.run(kernel_id, "y = 'now'")
     assert "Going back to 'by hand'" in living.run(kernel_id, "%gpu_checkpoint --back 'by hand' --files then")
     assert living.run(kernel_id, "print(y)") == "then"
-    assert "automatic" in living.run(kernel_id, "%gpu_checkpoint --saves")
+    listed = living.run(kernel_id, "%gpu_checkpoint --saves").splitlines()
+    assert "automatic" in listed[-1]
+    assert "  by hand  " in listed[-1], "which it comes from"
     assert living.run(kernel_id, "%gpu_checkpoint --delete 'by hand'").startswith("Deleted by hand, ")
     code = (
         "try: get_ipython().run_line_magic('gpu_checkpoint', '--back x')\nexcept Exception as error: print(error.code)"
@@ -196,7 +198,7 @@ async def test_a_notebook_that_the_state_before_was_saved_without_stays(store, m
     async def found(*_: object) -> object:
         return ("book.ipynb", b"now")
 
-    async def back(*_: object) -> object:
+    async def back(*_: object, **__: object) -> object:
         return before
 
     async def replace(_: object, *facts: object) -> None:

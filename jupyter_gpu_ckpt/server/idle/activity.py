@@ -136,7 +136,7 @@ class Activity:
         ``own``: directories of the unix sockets of the kernel's own channels, whose connections do not count.
         ``tables``: of a round over several kernels.
         """
-        times = {pid: spent for pid in pids if (spent := _cpu(pid)) is not None}
+        times = {pid: spent for pid in pids if (spent := cpu_seconds(pid)) is not None}
         inodes = {inode for pid in times for inode in _sockets(pid)}
         connections = (tables or SocketTables()).accepted(inodes, tuple(f"{directory}/" for directory in own))
         fresh = _Known(now, sum(times.values()), queries, frozenset(times), connections)
@@ -157,7 +157,7 @@ class Activity:
         return spent > allowed or accepted
 
 
-def _cpu(pid: int) -> float | None:
+def cpu_seconds(pid: int) -> float | None:
     """Return the seconds of CPU time of a process and the children it has waited for; None when it is gone."""
     try:
         return procfs.stat(pid).cpu_ticks / _TICKS

@@ -134,11 +134,15 @@ class Killing:
             wait_until(lambda: self.pids(which, "kernel"), longest=0.001)
         self.kill(which, who)
 
-    async def done(self, *kernels: Notebook) -> None:
-        """Wait for the end of who was killed, and have ``kernels`` look for it, as a server does every few seconds."""
+    async def done(self, kernel: Notebook) -> None:
+        """Wait for the end of who was killed, and until ``kernel`` is known to have ended by that, if it has.
+
+        A server looks for that every few seconds.
+        """
         await until(lambda: not alive(self.killed))
-        for kernel in kernels:
-            await kernel.provisioner.poll()
+        if (capsule := kernel.lifecycle.capsule) is not None and {capsule.host_pid, capsule._init_pid} & {*self.killed}:
+            while await kernel.provisioner.poll() is None:
+                await asyncio.sleep(0.05)
 
     @contextmanager
     def at(self, sinks: list[Sink], point: Point, of: Callable[[StepEvent], bool] = lambda _: True) -> Iterator[None]:

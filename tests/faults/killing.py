@@ -183,7 +183,7 @@ async def failing(verb: Awaitable[object]) -> GpuCkptError | None:
 
 
 class Remains:
-    """What there is of a kernel besides its capsule; made before a verb, and asked after it."""
+    """Remains of a verb besides the kernel's capsule: what is there before it is none of them."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -223,7 +223,7 @@ def inits() -> list[int]:
 
 
 def capsules(base: Path) -> list[int]:
-    """Return the inits of all capsules with a directory below ``base``, whoever has made them."""
+    """Return the inits of all capsules with a directory below ``base``, of any server."""
     below = (pid for pid in procfs.pids() if any(str(base) in word for word in _arguments(pid)))
     return [pid for pid in below if _inner_pid(pid) == 1]
 

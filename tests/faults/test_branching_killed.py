@@ -26,6 +26,8 @@ from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 VICTIM = Path(__file__).with_name("branching_victim.py")
 POINTS = [("copy", ""), *moments(RESTORE), *of_criu(restore="criu_restore")]
 PROCESSES = new(moments(RESTORE), *RESTORED)
+#: A point at which the branch lives, and its image is still there.
+CONTINUES = ("release", "completed")
 #: Points at which there is no image of the branch.
 BEFORE = [("copy", "")]
 KERNEL_ID = "0dead000-0000-4000-8000-000000000002"
@@ -45,7 +47,7 @@ def victim(directory: Path, base: Path, *point: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "points",
     [
-        pytest.param([POINTS[0], *random.Random(SEED).sample(POINTS[1:], 3)], id="four"),
+        pytest.param([POINTS[0], CONTINUES, *random.Random(SEED).sample(POINTS[1:], 3)], id="five"),
         pytest.param(POINTS, id="all", marks=[pytest.mark.torture, pytest.mark.timeout(1800)]),
     ],
 )

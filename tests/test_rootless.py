@@ -206,6 +206,16 @@ def test_a_server_that_is_killed_during_a_save_or_on_the_way_back_as_an_ordinary
 
 @root_only
 @PARTS
+@pytest.mark.timeout(3600)
+def test_a_process_that_is_killed_at_any_step_as_an_ordinary_user(place, criu, part):
+    nobody = Nobody(place, criu)
+    tests = [f"tests/faults/test_{name}_killed.py" for name in ("processes", "branching")]
+    nobody.run(pytest_of(*tests, "-k", "a_process", *chosen(part)), timeout=3600, part=part)
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
+@PARTS
 def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu, part):
     """The group of terminals is none of this user's, and its trackers are no children of ours."""
     nobody = Nobody(place, criu)

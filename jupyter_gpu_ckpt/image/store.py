@@ -397,17 +397,20 @@ class Store:
         return False
 
     def supersede(self, kernel_id: str) -> None:
-        """Remove the links of a kernel's images, which runs on: none of them is current.  Never raises.
+        """Record that a kernel runs on, which sleeps in none of its images, and remove their links.  Never raises.
 
-        Save points keep theirs; the kernel does not sleep in any, and whatever it was restored from is free again.
+        Save points keep theirs, and the one that it was restored from is free again.
         """
         with contextlib.suppress(OSError, StoreUnwritable, StoreShared):
             needed = self._needed_links(but=kernel_id)
             for image in self.images():
-                if image.manifest.kernel_id == kernel_id and image.is_save_point:
+                if image.manifest.kernel_id != kernel_id:
+                    continue
+                if image.is_save_point:
                     image.retire()
                     image.withdraw_claim()
-                elif image.manifest.kernel_id == kernel_id and not self._is_current(image):
+                elif not self._is_current(image):
+                    image.retire()  # else a later server would find the kernel asleep in it when it has ended
                     links.remove(image.manifest, current=True, needed=needed)
 
     def _keep_links(self, id: str) -> None:

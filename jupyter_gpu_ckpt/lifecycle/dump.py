@@ -19,6 +19,7 @@ from typing import Any
 
 from .. import errors, procfs
 from ..capsule import root_program
+from ..capsule.capsule import ANSWER
 from ..criu import images, tasks
 from ..criu.shared_pages import SharedPages
 from ..cuda.cuda import CudaState
@@ -37,6 +38,7 @@ from ..process import connections, descriptors, shared_memory
 from ..process.sockets import let_ports_be_rebound
 from . import completing, cuda_processes, host_memory, preflight, restore
 from .context import Attempt, KernelState, PartlyDone, Reason
+from .plans import Step
 from .suspend import driver_checkpoint, gate_connections, suspend_late, why_not, without_sockets
 
 #: How names of directories begin in which `multiprocessing` has its listeners (util.py, get_temp_dir).
@@ -695,14 +697,42 @@ def end_process(attempt: Attempt) -> None:
 
 
 def continue_(attempt: Attempt) -> None:
-    """Let the stopped processes run on, after the dump of a save point or to undo any dump, whose draft goes then."""
-    if attempt.unwinding:
+    """Let the stopped processes run on, after the dump of a save point or to undo any dump, whose draft goes then.
+
+    The save point of a kernel that has ended since its dump is kept instead.
+    """
+    if attempt.unwinding and not _kept_without_kernel(attempt):
         draft, attempt.draft = attempt.draft, None
         if draft is not None:
             draft.discard()
     _resume_processes(attempt)
     if attempt.unrepaired:
         attempt.changed_settings.append(attempt.unrepaired)
+
+
+def _kept_without_kernel(attempt: Attempt) -> bool:
+    """Return whether the kernel has ended since the dump of its save point, which is all that is left of it: keep that.
+
+    Not that of a kernel that its owner ends.
+    """
+    kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
+    if not attempt.continues or attempt.manifest is None or kernel.is_being_ended:
+        return False
+    try:
+        capsule.clocks()
+    except errors.CapsuleGone:
+        capsule.wait(ANSWER)  # the init's connection ends before its processes do
+    except errors.CapsuleError:
+        return False
+    if capsule.poll() is None:
+        return False
+    try:
+        with kernel.trace.step(Step.KEEP.value) as attempt.traced:
+            keep(attempt)
+    except (GpuCkptError, OSError) as error:
+        _log.warning("Kernel %s has ended, and its save point could not be kept: %s", kernel.home.kernel_id, error)
+        return False
+    return True
 
 
 def _resume_processes(attempt: Attempt) -> None:

@@ -133,8 +133,9 @@ class Lifecycle:
     def save(self, save_point: SavePoint, notebook: bytes | None = None) -> Image:
         """Write everything to an image, which stays under its name; the kernel pauses for that, and continues.
 
-        ``notebook``: its document, to be kept with it.  After failure the kernel is as it was before.  Raises
-        `SavePointExists`, `BadRequest` for a name that none can have, `StateError` for a kernel that sleeps.
+        ``notebook``: its document, to be kept with it.  Of a kernel that is killed since its dump the save point is
+        all that is left.  After failure the kernel is as it was before.  Raises `SavePointExists`, `BadRequest` for a
+        name that none can have, `StateError` for a kernel that sleeps.
         """
         with self.kernel.lock:
             if self.state is State.CHECKPOINTED:

@@ -20,6 +20,7 @@ from ..cuda.cuda import CudaState
 from ..errors import (
     CapsuleGone,
     CriuError,
+    GpuCkptError,
     ImageArchived,
     KeyUnusable,
     LockTaken,
@@ -294,6 +295,7 @@ def _restore(attempt: Attempt, capsule: Capsule, files: Readable, running: dict[
     assert kernel.image is not None
     manifest, changed = kernel.image.manifest, attempt.changed_files
     branches = bool(manifest.branched_from)
+    _remove_ghosts_of_other_images(kernel)
     with (
         _files_put_back(attempt, files),
         shared_chunks.whole(kernel.engine.store.root, files.criu_directory) as whole,
@@ -310,6 +312,24 @@ def _restore(attempt: Attempt, capsule: Capsule, files: Readable, running: dict[
             raise LockTaken(message, culprit=path, lacking=[path])
         timeout = kernel.deadline(manifest.bytes)
         return kernel.engine.criu.restore(capsule, view, pipes=manifest.pipes, timeout=timeout, **running)
+
+
+def _remove_ghosts_of_other_images(kernel: KernelState) -> None:
+    """Remove the files that CRIU had made for a moment when it was killed as it restored another image of the kernel.
+
+    The restore of this one makes files of the same names.
+    """
+    for image in kernel.engine.store.images():
+        mark = layout.mark(image.path, layout.RESTORING)
+        is_other = image.manifest.kernel_id == kernel.home.kernel_id and image != kernel.image
+        if is_other and mark.exists():
+            with (
+                contextlib.suppress(GpuCkptError, OSError),
+                image.lease(),
+                kernel.engine.store.readable(image) as files,
+            ):
+                links.remove_ghosts(images.ghost_names(files.criu_directory))
+                mark.unlink(missing_ok=True)
 
 
 def begin_to_go_back(attempt: Attempt, image: Image) -> None:

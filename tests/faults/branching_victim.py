@@ -3,14 +3,13 @@
     python branching_victim.py DIRECTORY RUNTIME_BASE STEP EDGE
 
 ``STEP`` is one of the branch's restore, or ``copy`` for a moment in the middle of the copies of the image.  The last
-line it prints is ``dying`` just before the signal, or ``alive``.  Without a step it serves all branches.
+line it prints is ``dying``, just before the signal.  Without a step it serves all branches.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -19,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from harness import Notebook
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
+from killing import Killing
 from traitlets.config import Config
 
+from jupyter_gpu_ckpt import trace
 from jupyter_gpu_ckpt.errors import SavePointNotFound
 from jupyter_gpu_ckpt.files import clone
 from jupyter_gpu_ckpt.image.store import Store
@@ -31,11 +32,6 @@ from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 KERNEL_ID = "0dead000-0000-4000-8000-000000000002"
 POINT = "point"
 SESSION = "print(x, get_ipython().kernel.session.session)"
-
-
-def die() -> None:
-    print("dying", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 async def started(config: Config, directory: Path, name: str, **how) -> Notebook:
@@ -70,26 +66,23 @@ async def main(directory: Path, base: Path, step: str = "", edge: str = "") -> N
     except SavePointNotFound:
         point = await kernel.provisioner.save(POINT)
     if step:
-        passed = GpuCkptProvisioner.step_traced
+        sinks, copy, copied = [], clone.copy, []
 
         def step_traced(provisioner, event) -> None:
-            if provisioner.kernel_id != KERNEL_ID and (event.kind, event.step) == (edge, step):
-                die()
-            passed(provisioner, event)
+            if provisioner.kernel_id != KERNEL_ID:
+                trace.notify(sinks, event)
 
-        GpuCkptProvisioner.step_traced = step_traced
-        copy, copied = clone.copy, []
+        killing = Killing.of(kernel)
 
         def copy_and_die(*arguments, **named):
             copied.append(arguments)
             if step == "copy" and len(copied) == 10:
-                die()
+                killing.kill("new", "server")
             return copy(*arguments, **named)
 
-        clone.copy = copy_and_die
-        await started(config, directory, "branch", branch_of=BranchPoint(point.id))
-        print("alive", flush=True)
-        return
+        GpuCkptProvisioner.step_traced, clone.copy = step_traced, copy_and_die
+        with killing.at(sinks, (step, edge, "new", "server")):
+            await started(config, directory, "branch", branch_of=BranchPoint(point.id))
     sessions = {await kernel.run(SESSION)}
     for kernel_id in branches:
         branch = await started(config, directory, kernel_id, kernel_id=kernel_id)

@@ -23,36 +23,36 @@ import pytest_asyncio
 from family import alone_and_with_family
 from faulty import Subject
 from harness import notebook
+from killing import CHECKPOINT, RESTORE, SAVE, capsules, moments, of_criu
 from waiting import until
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CudaUnavailable, GpuCkptError, ImageError
+from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import engine
 from jupyter_gpu_ckpt.kernel.orphans import find_orphans
-from jupyter_gpu_ckpt.lifecycle import host_memory, plans
-from jupyter_gpu_ckpt.lifecycle.plans import State
+from jupyter_gpu_ckpt.lifecycle import host_memory
 from jupyter_gpu_ckpt.testing.fake_helper import FakeHelper
 from jupyter_gpu_ckpt.testing.fake_host import FakeHost, allocation_cell, install
 
 VICTIM = Path(__file__).with_name("victim.py")
-PLANS = {
-    "checkpoint": plans.PLANS[State.RUNNING, plans.Move.CHECKPOINT],
-    "restore": plans.PLANS[State.CHECKPOINTED, plans.Move.RESTORE],
-}
 POINTS = [
-    (verb, step.value, edge) for verb, plan in PLANS.items() for step in plan.steps for edge in ("started", "completed")
+    (verb, *moment)
+    for verb, steps in {"checkpoint": CHECKPOINT, "restore": RESTORE}.items()
+    for moment in moments(steps)
 ]
 #: The same of save points: a kernel that goes back is checkpointed, unless it sleeps, and restored from another image.
 SAVE_POINTS = [
-    (verb, step.value, edge)
-    for verb, steps in {
-        "save": plans.PLANS[State.RUNNING, plans.Move.SAVE].steps,
-        "back": [step for plan in PLANS.values() for step in plan.steps],
-        "back asleep": PLANS["restore"].steps,
-    }.items()
-    for step in steps
-    for edge in ("started", "completed")
+    *(("save", *moment) for moment in (*moments(SAVE), *of_criu(dump="dump"))),
+    *(("back", *moment) for moment in (*moments((*CHECKPOINT, *RESTORE)), *of_criu(dump="dump", restore="quiesce"))),
+    *(("back asleep", *moment) for moment in (*moments(RESTORE), *of_criu(restore="criu_restore"))),
+]
+#: The server is killed while CRIU runs, too.
+SERVER_POINTS = [
+    *POINTS,
+    *(("checkpoint", *moment) for moment in of_criu(dump="dump")),
+    *(("restore", *moment) for moment in of_criu(restore="criu_restore")),
 ]
 #: Moments at which a kernel that goes back has a second capsule.
 TWO_CAPSULES = [("back", "publish", "completed"), ("back", "match", "completed")]
@@ -63,7 +63,7 @@ SEED = 20
 
 def test_every_step_of_each_verb_is_a_point():
     assert len(POINTS) == 36
-    assert len(SAVE_POINTS) == 28 + 36 + 18
+    assert len(SAVE_POINTS) == 28 + 2 + 36 + 4 + 18 + 2
 
 
 class Chain:
@@ -104,8 +104,12 @@ class Chain:
     def exactly_one(self) -> None:
         """Once what the dead server held has been let go of."""
         until(
-            lambda: sum(truths := self.truths()) == 1 and list(self.truths()) == list(truths),
-            "the kernel lives or its image can be restored, and not both",
+            lambda: (
+                sum(truths := self.truths()) == 1
+                and list(self.truths()) == list(truths)
+                and len(capsules(self.base)) == truths[0]
+            ),
+            "the kernel lives or its image can be restored, and not both, and no other capsule is left",
             30,
         )
 
@@ -122,13 +126,13 @@ def chain(tmp_path, runtime_base, criu_binary):
 @pytest.mark.parametrize(
     "points",
     [
-        pytest.param(random.Random(SEED).sample(POINTS, 6), id="six", marks=pytest.mark.timeout(300)),
+        pytest.param(random.Random(SEED).sample(SERVER_POINTS, 6), id="six", marks=pytest.mark.timeout(300)),
         pytest.param(
             [*random.Random(SEED).sample(SAVE_POINTS, 3), *TWO_CAPSULES, *ASLEEP],
             id="save points",
             marks=pytest.mark.timeout(300),
         ),
-        pytest.param(POINTS, id="all", marks=[pytest.mark.torture, pytest.mark.timeout(1800)]),
+        pytest.param(SERVER_POINTS, id="all", marks=[pytest.mark.torture, pytest.mark.timeout(1800)]),
         pytest.param(SAVE_POINTS, id="all save points", marks=[pytest.mark.torture, pytest.mark.timeout(3600)]),
     ],
 )
@@ -139,6 +143,8 @@ def test_the_server_killed_at_any_step(chain, points):
         chain.exactly_one()
     assert chain.victim()[0] == 0
     chain.exactly_one()
+    assert not [*chain.store.root.glob(f"{layout.DRAFT}*")]
+    assert len([*chain.base.glob("*.capsule-*")]) <= 1
     assert len((chain.directory / "story").read_text().splitlines()) == len(points) + 1
 
 

@@ -2,15 +2,14 @@
 
     python victim.py DIRECTORY RUNTIME_BASE VERB STEP EDGE
 
-The last line it prints is ``dying`` just before the signal, or ``alive`` if the moment did not come.  An empty verb:
-the server only attaches the kernel, checks it and stops in order, with the kernel running on.
+The last line it prints is ``dying``, just before the signal; it fails if the moment does not come.  An empty verb: the
+server only attaches the kernel, checks it and stops in order, with the kernel running on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from family import FAMILY
 from harness import Notebook
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
+from killing import Killing
 from traitlets.config import Config
 
 KERNEL_ID = "0dead000-0000-4000-8000-000000000001"
@@ -54,11 +54,6 @@ async def main(directory: Path, base: Path, verb: str, step: str, edge: str) -> 
     if verb == "restore":
         await kernel.provisioner.checkpoint()
 
-    def die(event) -> None:
-        if (event.kind, event.step) == (edge, step):
-            print("dying", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-
     method = "back" if verb == "back asleep" else verb
     arguments = [f"point {expected}"] if method in ("save", "back") else []
     if method == "back":
@@ -67,9 +62,10 @@ async def main(directory: Path, base: Path, verb: str, step: str, edge: str) -> 
     if verb == "back asleep":
         await kernel.provisioner.checkpoint()
     if verb:
-        kernel.provisioner.sinks.append(die)
-        await getattr(kernel.provisioner, method)(*arguments)
-        print("alive", flush=True)
+        # CRIU runs in the capsule that is dumped, or in the one that is made.
+        which = "present" if step == "dump" else "new"
+        with Killing.of(kernel).at(kernel.provisioner.sinks, (step, edge, which, "server")):
+            await getattr(kernel.provisioner, method)(*arguments)
     client.stop_channels()
 
 

@@ -61,12 +61,23 @@ def test_a_save_point_is_current_whatever_its_kernel_does_and_an_image_beside_it
     assert [one.manifest.generation for one in store.images() if one.is_save_point] == [1]
 
 
+SESSION = {
+    "session.json": b'{"version": 1, "kernel_id": "k", "kernel_name": "", "runtime_dir": "/nowhere", '
+    b'"has_agent": true, "path": "", "front": {}}'
+}
+
+
+def test_a_kernel_that_runs_on_sleeps_in_no_image_once_it_has_ended(store):
+    """Its last server may have been killed before it had deleted the image that the kernel had come back from."""
+    publish(store, SESSION, generation=1)
+    assert FACTS.kernel_id in newest_images(store)
+    store.generations.record_restored(FACTS.kernel_id)
+    store.supersede(FACTS.kernel_id)
+    assert newest_images(store) == {}
+
+
 def test_no_server_attaches_the_kernel_of_a_save_point_unless_it_sleeps_in_it(store):
-    session = {
-        "session.json": b'{"version": 1, "kernel_id": "k", "kernel_name": "", "runtime_dir": "/nowhere", '
-        b'"has_agent": true, "path": "", "front": {}}'
-    }
-    image = publish(store, session, save_point=POINT.as_dict())
+    image = publish(store, SESSION, save_point=POINT.as_dict())
     assert image.retired
     assert newest_images(store) == {}
     assert only_copy(image, "") is None

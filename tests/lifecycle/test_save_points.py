@@ -80,6 +80,25 @@ async def test_a_kernel_comes_back_from_its_save_point_as_often_as_it_is_wanted(
     assert [path.name for path in tmp_path.glob("*link_remap*")] == []
 
 
+async def test_the_save_point_of_a_kernel_that_is_killed_since_its_dump_is_kept(kernel):
+    """What CRIU has written is the kernel, whatever becomes of its process."""
+    await kernel.run("x = 1")
+    pid = kernel.lifecycle.capsule.host_pid
+
+    def kill(event) -> None:
+        if (event.kind, event.step) == ("completed", "dump"):
+            os.kill(pid, signal.SIGKILL)
+
+    kernel.provisioner.sinks.append(kill)
+    point = await kernel.provisioner.save("one")
+    kernel.provisioner.sinks.remove(kill)
+    assert (kernel.state, point.retired) == ("dead", True)
+    await kernel.manager.restart_kernel(now=True)
+    await kernel.client.wait_for_ready(timeout=60)
+    await kernel.provisioner.back("one")
+    assert await kernel.run("print(x)") == "1"
+
+
 async def test_a_check_for_going_back_changes_nothing_of_a_dump_under_way_nor_of_a_branch(kernel, tmp_path):
     """A request for it is checked whatever the kernel does: its dump has made a link of the name that is compared."""
     await kernel.run(LINKED)

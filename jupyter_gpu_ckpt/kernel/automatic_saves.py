@@ -57,15 +57,24 @@ def size(lifecycle: Lifecycle) -> int:
 
 
 def offer(store: Store, kernel_id: str, status: int | None, *, has_magic: bool) -> str:
-    """Return what the user of a kernel reads that has taken the place of one that died; empty without save points."""
-    points = save_point.of_kernel(store.images(), kernel_id)
+    """Return what the user of a kernel reads that has taken the place of one that died; empty without save points.
+
+    Not offered is the state of a fresh kernel, from which it has gone back after it died before.
+    """
+    points = [*save_point.of_kernel(store.images(), kernel_id).items()]
     if not points:
         return ""
-    name, image = list(points.items())[-1]
+    name, image = next((each for each in reversed(points) if _has_state(each[1])), points[-1])
     at = time.strftime("%H:%M", time.localtime(image.manifest.created))
     how = f"was ended by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
     last = f"Its last save point is from {at}; to go back to it"
     return f"The kernel {how}; this is a fresh one. {last}: {_way_back(kernel_id, name, has_magic=has_magic)}"
+
+
+def _has_state(image: Image) -> bool:
+    """Return whether a save point has variables, as far as that is known."""
+    point = save_point.of_image(image)
+    return point is not None and bool(point.variables or point.left_out)
 
 
 def undo_of_restart(kernel_id: str, name: str, *, has_magic: bool) -> str:

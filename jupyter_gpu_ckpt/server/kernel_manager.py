@@ -27,7 +27,7 @@ from tornado.web import HTTPError
 from traitlets import Integer
 from traitlets.config import LoggingConfigurable
 
-from ..errors import GpuCkptError
+from ..errors import BranchDiffers, BranchUnsafe, ChangedFile, GpuCkptError, ImageBusy, ImageNotFound, MissingFile
 from ..gate.replies import IDLE_TYPE
 from ..kernel.host import BranchPoint
 from ..kernel.provisioner import GpuCkptProvisioner, drop_failed_starts
@@ -47,6 +47,10 @@ else:
 _culling: ContextVar[str | None] = ContextVar("_culling", default=None)
 
 
+#: What a user can get by asking for it: no fault of the server.
+_REFUSALS = BranchDiffers, BranchUnsafe, ChangedFile, ImageBusy, ImageNotFound, MissingFile
+
+
 class _OneLine(logging.Filter):
     """Log an error of this package once, and in one line: jupyter_client logs it wherever it passes, with a traceback.
 
@@ -64,6 +68,8 @@ class _OneLine(logging.Filter):
         is_new = self._logged is None or self._logged() is not error
         self._logged = weakref.ref(error)
         record.msg, record.args = "A kernel could not be started, restarted or shut down: %s", (error.code,)
+        if isinstance(error, _REFUSALS):
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
         record.exc_info = record.exc_text = None
         return is_new
 

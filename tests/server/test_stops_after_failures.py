@@ -26,6 +26,7 @@ def test_a_server_stops_after_a_refused_branch(tmp_path, runtime_base, criu_bina
         assert live.do(source, "branch")["error"]["code"] == "BRANCH_DIFFERS"
         assert sorted((live.home / "runtime").iterdir()) == files
         assert live.log.count("BRANCH_DIFFERS") == 1
+        assert "[W " in next(line for line in live.log.splitlines() if "BRANCH_DIFFERS" in line)
         assert "Traceback" not in live.log
         live.process.send_signal(signal.SIGTERM)
         ends_without_error(live)

@@ -269,7 +269,6 @@ class Agent:
     def become_another(self, content: dict[str, Any]) -> dict[str, Any]:
         """Become another kernel than the one that this process comes from."""
         errors: list[str] = []
-        self._notify((content.get("environ") or {}).pop("JUPYTER_GPU_CKPT_NOTICE", ""))
         made = identity.become_another(self._kernel, content, errors)
         probes.probe(errors, "trackers", self._trackers.forget, None)
         self.server.kernel_id = ""

@@ -77,12 +77,6 @@ def _has_state(image: Image) -> bool:
     return point is not None and bool(point.variables or point.left_out)
 
 
-def undo_of_restart(kernel_id: str, name: str, *, has_magic: bool) -> str:
-    """Return what the user of a restarted kernel reads if the state before is in the save point ``name``."""
-    how = _way_back(kernel_id, name, has_magic=has_magic)
-    return f"The state before the restart is saved; to go back to it: {how}"
-
-
 def _way_back(kernel_id: str, name: str, *, has_magic: bool) -> str:
     """Return how the kernel goes back: without an agent it has no magic."""
     if has_magic:

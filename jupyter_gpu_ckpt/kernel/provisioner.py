@@ -29,16 +29,7 @@ from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from jupyter_core.utils import ensure_async
 from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
-from ..errors import (
-    GateError,
-    GpuCkptError,
-    HostError,
-    KernelBusy,
-    KernelUnfit,
-    PreflightError,
-    SavePointNotFound,
-    StateError,
-)
+from ..errors import GateError, GpuCkptError, HostError, KernelUnfit, PreflightError, SavePointNotFound, StateError
 from ..gate import wire
 from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
@@ -53,7 +44,6 @@ from ..lifecycle.rates import RATES
 from ..lifecycle.settings import REFRESHED, LifecycleSettings
 from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
-from ..units import size
 from . import automatic_saves, branching, kernelspecs
 from .agent_injection import NOTICE, PLAIN, rewrite
 from .agent_requests import AgentRequests
@@ -177,8 +167,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         1 << 30,
         min=0,
         help="A restart from the server leaves an automatic save point of an idle kernel, awake or asleep, with at "
-        "most so many bytes, device memory included: a restart by mistake can be undone. The next cell says how, or "
-        "why there is none. 0: never. By default 1 GiB, which takes about a second; larger kernels are often restarted "
+        "most so many bytes, device memory included: a restart by mistake can be undone. If none can be made, the next "
+        "cell says why. 0: never. By default 1 GiB, which takes about a second; larger kernels are often restarted "
         "to free memory, and would have the restart wait for the disk.",
     ).tag(config=True)
     save_after_cells = Bool(
@@ -298,9 +288,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         #: Returns the notebook's document, on another thread than the event loop's; set by the server extension.
         self.document: Callable[[], bytes | None] = lambda: None
         self._orphan: Orphan | None = None
-        #: Whether there is to be a save point before the restart that is under way; its name, or why there is none.
+        #: Whether there is to be a save point before the restart that is under way, and why there is none.
         self._saves_restart = False
-        self._saved_as = ""
         self._not_saved: GpuCkptError | None = None
         #: Only the first launch attaches; a restart starts a fresh kernel.
         self._launched = False
@@ -468,49 +457,34 @@ class GpuCkptProvisioner(LocalProvisioner):
         """Called from the server before a restart: leave a save point of an idle kernel that is not too large.
 
         The image of one that sleeps, or falls asleep now, becomes one (`keep_or_discard_image`).  Never raises, and
-        takes a few seconds at most: the user wants another kernel, whose first cell says how to undo the restart, or
-        why that cannot be.
+        takes a few seconds at most: the user wants another kernel, whose first cell says why there is none.
         """
-        self._saved_as, self._not_saved, lifecycle, gate = "", None, self.lifecycle, self.gate
-        if not self.save_before_restarts or lifecycle is None or gate is None or lifecycle.poll() is not None:
+        self._not_saved, lifecycle, gate = None, self.lifecycle, self.gate
+        if not self.save_before_restarts or lifecycle is None or gate is None:
             return
         self._saves_restart = True
 
         def save() -> None:
             current = self._checkpointable()
-            if current.state in _SAVED:
-                self._require_small(automatic_saves.size(current))
-                self._note_saved(automatic_saves.save(current, automatic_saves.RESTART, self.document()))
+            if current.state in _SAVED and automatic_saves.size(current) <= self.save_before_restarts:
+                automatic_saves.save(current, automatic_saves.RESTART, self.document())
 
         try:
             settled = time.monotonic() + _SETTLES
             while gate.under_way.cells and time.monotonic() < settled:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)  # between a reply, which clients wait for, and the idle there is no event
             wakes = lifecycle.state is State.RESTORING and gate.state is GateState.OPEN  # cells run before its end
-            if gate.under_way.cells:
-                raise KernelBusy("A cell was running, or waited.", hint="Interrupt it before a restart.")
-            if not (wakes or lifecycle.state in _SAVED | _SAVED_THEN):
+            if gate.under_way.cells or not (wakes or lifecycle.state in _SAVED | _SAVED_THEN):
                 return
-            bytes = 0
             with contextlib.suppress(GpuCkptError, OSError):  # it is being moved, and has no process any more
-                bytes = await asyncio.to_thread(automatic_saves.size, lifecycle)
-            self._require_small(bytes)
+                if await asyncio.to_thread(automatic_saves.size, lifecycle) > self.save_before_restarts:
+                    self.log.info("Kernel %s is restarted without a save point: it is too large", self.kernel_id)
+                    return
             await asyncio.wait_for(self._host.worker.verb("save_before_restart", save), _RESTART_WAITS)
         except TimeoutError:
             self._note_not_saved(PreflightError(f"It was not there within {_RESTART_WAITS:.0f} s."))
         except Exception as error:
             self._note_not_saved(error)
-
-    def _require_small(self, bytes: int) -> None:
-        """Raise `PreflightError` for a kernel that is too large for a save point before each restart."""
-        if bytes > (most := self.save_before_restarts):
-            message = f"It has {size(bytes)}, more than the {size(most)} that `save_before_restarts` allows."
-            raise PreflightError(message, hint="Save it by its name before a restart.")
-
-    def _note_saved(self, image: Image) -> None:
-        """Note the save point before a restart, for the first cell of the next kernel."""
-        point = of_image(image)
-        self._saved_as, self._not_saved = point.name if point is not None else "", None
 
     def _note_not_saved(self, error: Exception) -> None:
         """Note why there is no save point before a restart, for the first cell of the next kernel."""
@@ -649,8 +623,9 @@ class GpuCkptProvisioner(LocalProvisioner):
         elif self._launched:  # a restarted branch is a fresh kernel
             point = None
         launch = self._launch(cmd, kwargs, point)
-        if (notice := self._restart_notice(cmd)) and found is None:
-            launch = with_notice(launch, notice)
+        self._saves_restart = False
+        if (why := self._not_saved) is not None:
+            launch, self._not_saved = with_notice(launch, not_saved_notice(why)), None
         self._unwanted, self._arguments = False, dict(kwargs)
         self._loop = asyncio.get_running_loop()
         self.unfit = UNFIT.get(launch.key) if found is None and point is None else None
@@ -687,14 +662,6 @@ class GpuCkptProvisioner(LocalProvisioner):
         self._launched = True
         self.cwd = kwargs.get("cwd") or str(Path.cwd())
         return self.connection_info
-
-    def _restart_notice(self, cmd: list[str]) -> str:
-        """Return, once, what the user of a restarted kernel reads about the state before."""
-        name, why, self._saves_restart = self._saved_as, self._not_saved, False
-        self._saved_as, self._not_saved = "", None
-        if name:
-            return automatic_saves.undo_of_restart(self.kernel_id, name, has_magic=rewrite(cmd) is not None)
-        return not_saved_notice(why) if why is not None else ""
 
     def start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None:
         """Called on the worker's thread when a kernel ended before its first answer: start ``cmd`` in its place.
@@ -913,19 +880,10 @@ class GpuCkptProvisioner(LocalProvisioner):
             endings.keep_image(lifecycle.kernel)
             self.log.info("Kernel %s was shut down; its image is kept as %s", self.kernel_id, image.id)
             return
-        if restart and self._saves_restart and image.is_save_point:
-            self._note_saved(image)
-        elif restart and self._saves_restart and self._not_saved is None:
-            try:
-                self._require_small(image.manifest.bytes)
-            except PreflightError as error:
-                self._note_not_saved(error)
         if restart and not image.is_save_point and self._keeps(restart, image):
             try:
-                kept = automatic_saves.keep_image(lifecycle, automatic_saves.RESTART, self.document())
+                automatic_saves.keep_image(lifecycle, automatic_saves.RESTART, self.document())
                 self.log.info("Kernel %s is restarted; its image %s is a save point now", self.kernel_id, image.id)
-                if kept is not None:
-                    self._note_saved(kept)
                 return
             except Exception as error:  # the kernel is restarted all the same
                 self._note_not_saved(error)

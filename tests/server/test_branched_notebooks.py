@@ -57,8 +57,7 @@ def test_a_branch_by_rest_has_a_copy_of_the_notebook_and_a_session_for_it(live, 
     assert live.run(branch, "print(x)") == "42"
     restarted = live.ask("POST", f"api/kernels/{branch}/restart")
     assert restarted.status_code == 200
-    said, printed = live.run(branch, "print('x' in globals())").splitlines()
-    assert (said[:52], printed) == ("The state before the restart is saved; to go back to", "False")
+    assert live.run(branch, "print('x' in globals())") == "False"
 
 
 def test_a_branch_is_refused_by_rest_until_its_differences_are_accepted(live, kernel_id):
@@ -99,8 +98,6 @@ def test_changed_files_are_accepted_for_a_branch_by_its_magic_and_by_rest(live, 
     until(lambda: "begin the branch with `--accept-changed-files`" in live.run(kernel_id, "pass"))
     live.run(kernel_id, "%gpu_checkpoint --branch p --accept-changed-files")
     branch = until(lambda: next(iter(sessions(live).keys() - {kernel_id}), None))
-    name = sessions(live)[branch].rpartition("/")[2]
-    until(lambda: f"The branch is kernel {branch}, in the notebook {name}." in live.run(kernel_id, "pass"))
     assert live.run(branch, "print(open('log').read())") == "then and now"
     job = live.do(kernel_id, "branch", {"save_point": "p", "accept_changed_files": True})
     assert job["status"] == "done", job

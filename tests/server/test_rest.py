@@ -332,7 +332,6 @@ def test_a_verb_that_waits_is_not_done_to_the_kernel_that_comes_after_a_restart(
         job = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/checkpoint", json={"when": "idle"}).json()
         assert live.ask("POST", f"api/kernels/{kernel_id}/restart").ok
         assert live.ended(job["id"])["error"]["code"] == "WRONG_STATE"
-    assert "KERNEL_BUSY" in live.run(kernel_id, "pass"), "why the state before was not saved"
     assert live.run(kernel_id, "print(2)") == "2"
     assert live.get(f"gpu-ckpt/kernels/{kernel_id}")["state"] == "running"
 
@@ -348,7 +347,6 @@ def test_a_restart_during_a_verb_works_and_is_not_called_a_failure(live, kernel_
         assert (error["code"], error["left"]) == ("KERNEL_LOST", "the kernel is gone")
         assert error["message"] == "The kernel was ended by its owner (a restart or a shutdown) meanwhile."
         assert error["hint"].startswith("That was requested")
-    live.run(kernel_id, "pass")  # which says whether the state before was saved
     assert live.run(kernel_id, "print('gone' in globals())") == "False"
     document = live.get(f"gpu-ckpt/kernels/{kernel_id}")
     assert (document["state"], document["failure"]) == ("running", None)

@@ -2,7 +2,6 @@
 
 import { Dialog, showDialog } from '@jupyterlab/apputils';
 import { PathExt } from '@jupyterlab/coreutils';
-import type { NotebookPanel } from '@jupyterlab/notebook';
 
 import type { FilesChoice, IBackJob, ISavePoint } from './api';
 import { Refused } from './client';
@@ -10,8 +9,7 @@ import type { IContext } from './context';
 import { followed } from './jobs';
 import type { KernelModel } from './kernel';
 import type { Notifier } from './notifications';
-
-type Document = NotebookPanel['context'];
+import { type Document, documents, savePages } from './pages';
 
 export async function goBack(
   context: IContext,
@@ -28,7 +26,12 @@ export async function goBack(
     buttons: [Dialog.cancelButton(), Dialog.okButton({ label: trans.__('Go back') })]
   });
   const withNotebook = isChecked === true;
-  if (!button.accept || (withNotebook && !(await saved(context, notifier, kernel)))) {
+  if (!button.accept) {
+    return;
+  }
+  const unsaved = withNotebook ? await savePages(documents(context, kernel)) : null;
+  if (unsaved !== null) {
+    notifier.undone(trans.__('%1 was not saved, so its kernel does not go back.', unsaved.name), unsaved.error);
     return;
   }
   const back = async (files: FilesChoice | null) => {
@@ -74,31 +77,6 @@ async function chooseFiles({ trans }: IContext, error: Refused): Promise<FilesCh
     buttons: [Dialog.cancelButton(), ...choices.map(choice => Dialog.okButton({ label: labels[choice] }))]
   });
   return choices.find(choice => labels[choice] === button.label) ?? null;
-}
-
-/** The open notebooks of a kernel. */
-function documents({ notebooks }: IContext, kernel: KernelModel): Document[] {
-  const found = new Set<Document>(); // several views of a notebook have one
-  notebooks?.forEach(({ context, sessionContext }) => {
-    if (sessionContext.session?.kernel?.id === kernel.id) {
-      found.add(context);
-    }
-  });
-  return [...found];
-}
-
-/** Save what this page alone has of the notebook, so that the server keeps it; false: it could not be. */
-async function saved(context: IContext, notifier: Notifier, kernel: KernelModel): Promise<boolean> {
-  for (const document of documents(context, kernel).filter(({ model }) => model.dirty)) {
-    const name = PathExt.basename(document.localPath);
-    try {
-      await document.save();
-    } catch (error) {
-      notifier.undone(context.trans.__('%1 was not saved, so its kernel does not go back.', name), error);
-      return false;
-    }
-  }
-  return true;
 }
 
 /** Show the notebook as it is on the disk once the kernel is back. */

@@ -1,6 +1,6 @@
 /** The save points of one kernel, in the panel: listed once opened; made, gone back to, branched, compared, deleted. */
 
-import { Dialog, InputDialog, showDialog } from '@jupyterlab/apputils';
+import { Dialog, showDialog } from '@jupyterlab/apputils';
 import * as React from 'react';
 
 import type { ISavePoint } from './api';
@@ -8,9 +8,10 @@ import { branch } from './branch';
 import { compare } from './comparison';
 import type { IContext } from './context';
 import { goBack } from './goingBack';
+import { IDS } from './ids';
 import type { KernelModel } from './kernel';
 import type { Notifier } from './notifications';
-import { bytes, duration, localTime } from './words';
+import { bytes, duration } from './words';
 
 interface IProps {
   context: IContext;
@@ -22,7 +23,8 @@ interface IProps {
 }
 
 export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IProps): React.JSX.Element {
-  const { client, trans } = context;
+  const { client, commands, trans } = context;
+  const args = { kernelId: kernel.id };
   const [points, setPoints] = React.useState<ISavePoint[]>([]);
   const [trouble, setTrouble] = React.useState('');
   const looks = React.useRef(0);
@@ -99,27 +101,14 @@ export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IPro
       </ul>
       <button
         className="jp-gpuCkpt-link"
-        disabled={disabled}
-        title={trans.__('Save all variables; the kernel runs on')}
-        onClick={() => void save(context, notifier, kernel)}
+        disabled={!commands.isEnabled(IDS.save, args)}
+        title={commands.caption(IDS.save, args)}
+        onClick={() => void commands.execute(IDS.save, args)}
       >
         {trans.__('Save now')}
       </button>
     </details>
   );
-}
-
-async function save({ client, kernels, trans }: IContext, notifier: Notifier, kernel: KernelModel): Promise<void> {
-  const { value } = await InputDialog.getText({
-    title: trans.__('Save all variables'),
-    label: trans.__('Name of the save point'),
-    text: localTime(new Date())
-  });
-  if (value) {
-    await kernels
-      .request(kernel.id, 'save', () => client.save(kernel.id, value.trim()))
-      .catch((error: unknown) => notifier.refused(kernel, 'save', error));
-  }
 }
 
 async function remove(

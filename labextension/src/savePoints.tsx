@@ -33,7 +33,7 @@ export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IPro
     const look = ++looks.current;
     const show = (found: ISavePoint[] | null, error: string) => {
       if (look === looks.current) {
-        setPoints(known => found?.reverse() ?? known); // an answer that a later question has overtaken may be older
+        setPoints(known => (found === null ? known : [...found].reverse())); // an answer that a later question has overtaken may be older
         setTrouble(error);
       }
     };
@@ -67,13 +67,7 @@ export function SavePoints({ context, notifier, kernel, isOpen, onToggle }: IPro
             <Lines row={rows[index]} lanes={lanes} isAutomatic={point.automatic} />
             <div>
               <span id={`${describedBy}${index}`} title={localTime(new Date(1000 * point.created))}>
-                <strong>{point.name}</strong>
-                {facts(point, names.get(point.parent ?? ''), context).map(fact => (
-                  <React.Fragment key={fact}>
-                    {' · '}
-                    <span>{fact}</span>
-                  </React.Fragment>
-                ))}
+                <strong>{point.name}</strong> {facts(point, names.get(point.parent ?? ''), context).join(' · ')}
               </span>
               <div role="group" aria-labelledby={`${describedBy}${index}`}>
                 <button

@@ -1,4 +1,4 @@
-"""Whether elements of a page can be used without a mouse, and by those who hear the page."""
+"""Checks that elements of a page can be used without a mouse, and by those who hear the page."""
 
 from __future__ import annotations
 

@@ -102,11 +102,17 @@ export interface IErrorDetail {
   hint: string;
   left: string;
   /** Of `FILES_DIFFER`: the files, and the choices that can be done for each. */
-  details?: { files?: { path: string; choices: FilesChoice[] }[] };
+  details?: { files?: IDifferingFile[] };
 }
 
-/** Files as they were at a save point, or as they are now. */
+/** A file as it was at a save point, or as it is now. */
 export type FilesChoice = 'then' | 'now';
+
+/** A file that is not as it was at a save point: what is known of it then and now, and the choices that can be done. */
+export interface IDifferingFile extends Record<FilesChoice, { bytes: number; mtime: number } | null> {
+  path: string;
+  choices: FilesChoice[];
+}
 
 export interface IJob {
   id: string;
@@ -137,6 +143,16 @@ export interface ISavePoint {
   cell: number;
   created: number;
   bytes: number;
+  /** Those that it shares with no other: what a deletion frees. */
+  bytes_alone: number;
+  /** It was made without a request, and may be thinned out. */
+  automatic: boolean;
+  /** The id of its image. */
+  image: string;
+  /** The image of the save point that its state descends from; empty or missing: none that is known. */
+  parent?: string;
+  /** The kernel sleeps in it. */
+  asleep: boolean;
   has_notebook: boolean;
 }
 

@@ -85,8 +85,8 @@ export class Client {
     return this.send('POST', ['kernels', id, 'save'], JSON.stringify({ name }));
   }
 
-  /** `files`: what the kernel gets of files that are not as they were. */
-  back(id: string, name: string, files: FilesChoice | null, notebook: boolean): Promise<IBackJob> {
+  /** `files`: which the kernel gets of files that are not as they were, by path. */
+  back(id: string, name: string, files: Record<string, FilesChoice> | null, notebook: boolean): Promise<IBackJob> {
     const body = { name, ...(files && { files }), ...(notebook && { notebook }) };
     return this.send('POST', ['kernels', id, 'back'], JSON.stringify(body));
   }

@@ -10,6 +10,7 @@ import { IDS } from './ids';
 import type { KernelModel } from './kernel';
 import type { Notifier } from './notifications';
 import { nameOf } from './notebooks';
+import { save } from './saving';
 import { duration } from './words';
 
 /** Seconds that a kernel can be protected for from the menu; 0 ends it. */
@@ -99,6 +100,18 @@ export function addCommands(
       const kernel = target(args);
       if (kernel !== null) {
         await begin(kernel, kernel.phase === 'suspended' ? 'resume' : 'restore');
+      }
+    }
+  });
+
+  commands.addCommand(IDS.save, {
+    label: trans.__('Save point…'),
+    caption: trans.__('Save all variables; the kernel runs on'),
+    isEnabled: args => host.reason === '' && target(args)?.awake === true,
+    execute: async args => {
+      const kernel = target(args);
+      if (kernel !== null) {
+        await save(context, notifier, kernel);
       }
     }
   });

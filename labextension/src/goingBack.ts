@@ -2,16 +2,15 @@
 
 import { Dialog, showDialog } from '@jupyterlab/apputils';
 import { PathExt } from '@jupyterlab/coreutils';
-import type { NotebookPanel } from '@jupyterlab/notebook';
 
-import type { FilesChoice, IBackJob, ISavePoint } from './api';
+import type { IBackJob, ISavePoint } from './api';
 import { Refused } from './client';
 import type { IContext } from './context';
+import { type Choices, chooseFiles } from './filesQuestion';
 import { followed } from './jobs';
 import type { KernelModel } from './kernel';
 import type { Notifier } from './notifications';
-
-type Document = NotebookPanel['context'];
+import { type Document, documents, savePages } from './pages';
 
 export async function goBack(
   context: IContext,
@@ -28,77 +27,43 @@ export async function goBack(
     buttons: [Dialog.cancelButton(), Dialog.okButton({ label: trans.__('Go back') })]
   });
   const withNotebook = isChecked === true;
-  if (!button.accept || (withNotebook && !(await saved(context, notifier, kernel)))) {
+  if (!button.accept) {
     return;
   }
-  const back = async (files: FilesChoice | null) => {
+  const unsaved = withNotebook ? await savePages(documents(context, kernel)) : null;
+  if (unsaved !== null) {
+    notifier.undone(trans.__('%1 was not saved, so its kernel does not go back.', unsaved.name), unsaved.error);
+    return;
+  }
+  const send = async (files: Choices | null) => {
     const begun = client.back(kernel.id, point.name, files, withNotebook);
     await kernels.request(kernel.id, 'back', () => begun);
     return begun;
   };
-  let job: IBackJob | null = null;
-  try {
-    job = await back(null);
-  } catch (error) {
-    const files = isAboutFiles(error) ? await chooseFiles(context, error) : null;
-    if (files !== null) {
-      job = await back(files).catch((second: unknown) => {
-        notifier.refused(kernel, 'back', second);
-        return null;
-      });
-    } else if (!isAboutFiles(error)) {
-      notifier.refused(kernel, 'back', error);
-    }
-  }
+  const job = await begin(context, send).catch((error: unknown) => {
+    notifier.refused(kernel, 'back', error);
+    return null;
+  });
   if (withNotebook && job !== null) {
     await show(context, notifier, kernel, job);
   }
 }
 
-function isAboutFiles(error: unknown): error is Refused {
-  return error instanceof Refused && error.detail?.code === 'FILES_DIFFER';
-}
-
-/** What the kernel gets of files that are not as they were; null: the user does not go back. */
-/** Ask what becomes of files, among the choices that can be done for all of them; without one, say what to do. */
-async function chooseFiles({ trans }: IContext, error: Refused): Promise<FilesChoice | null> {
-  const files = error.detail?.details?.files ?? [];
-  const labels: Record<FilesChoice, string> = {
-    then: trans.__('Put files back'),
-    now: trans.__('Leave files as they are')
-  };
-  const choices = (['then', 'now'] as const).filter(choice => files.every(file => file.choices.includes(choice)));
-  const { button } = await showDialog({
-    title: trans.__('Some files are not as they were'),
-    body: choices.length > 0 ? error.message : `${error.message} ${error.detail?.hint ?? ''}`,
-    buttons: [Dialog.cancelButton(), ...choices.map(choice => Dialog.okButton({ label: labels[choice] }))]
-  });
-  return choices.find(choice => labels[choice] === button.label) ?? null;
-}
-
-/** The open notebooks of a kernel. */
-function documents({ notebooks }: IContext, kernel: KernelModel): Document[] {
-  const found = new Set<Document>(); // several views of a notebook have one
-  notebooks?.forEach(({ context, sessionContext }) => {
-    if (sessionContext.session?.kernel?.id === kernel.id) {
-      found.add(context);
+/** Begin to go back, after a question about files as long as some differ; null: the user does not want it. */
+async function begin(
+  context: IContext,
+  send: (files: Choices | null) => Promise<IBackJob>,
+  files: Choices | null = null
+): Promise<IBackJob | null> {
+  try {
+    return await send(files);
+  } catch (error) {
+    if (!(error instanceof Refused && error.detail?.code === 'FILES_DIFFER')) {
+      throw error;
     }
-  });
-  return [...found];
-}
-
-/** Save what this page alone has of the notebook, so that the server keeps it; false: it could not be. */
-async function saved(context: IContext, notifier: Notifier, kernel: KernelModel): Promise<boolean> {
-  for (const document of documents(context, kernel).filter(({ model }) => model.dirty)) {
-    const name = PathExt.basename(document.localPath);
-    try {
-      await document.save();
-    } catch (error) {
-      notifier.undone(context.trans.__('%1 was not saved, so its kernel does not go back.', name), error);
-      return false;
-    }
+    const chosen = await chooseFiles(context, error);
+    return chosen && begin(context, send, { ...files, ...chosen }); // others may have changed while the user chose
   }
-  return true;
 }
 
 /** Show the notebook as it is on the disk once the kernel is back. */

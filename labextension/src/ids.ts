@@ -4,6 +4,7 @@ export const IDS = {
   suspend: 'gpu-ckpt:suspend',
   checkpoint: 'gpu-ckpt:checkpoint',
   wake: 'gpu-ckpt:wake',
+  save: 'gpu-ckpt:save',
   protect: 'gpu-ckpt:protect',
   explain: 'gpu-ckpt:explain',
   stay: 'gpu-ckpt:stay',

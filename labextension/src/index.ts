@@ -86,7 +86,7 @@ function activate(
 
   if (palette !== null) {
     const category = trans.__('Sleeping kernels');
-    for (const command of [IDS.checkpoint, IDS.suspend, IDS.wake, IDS.stay, IDS.keep, IDS.explain]) {
+    for (const command of [IDS.checkpoint, IDS.suspend, IDS.wake, IDS.save, IDS.stay, IDS.keep, IDS.explain]) {
       palette.addItem({ command, category });
     }
     for (const seconds of PROTECTIONS) {

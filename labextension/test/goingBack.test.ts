@@ -1,6 +1,7 @@
-import type { IBackJob, ISavePoint } from '../src/api';
+import type { FilesChoice, IBackJob, ISavePoint } from '../src/api';
 import { Refused } from '../src/client';
 import type { IContext } from '../src/context';
+import { forAll, preset } from '../src/filesQuestion';
 import { goBack } from '../src/goingBack';
 import { KernelModel } from '../src/kernel';
 import type { Notifier } from '../src/notifications';
@@ -12,6 +13,8 @@ const mockRefused = new Set<string>();
 /** Labels of the buttons and text of the last dialog. */
 let mockShown: [string[], unknown] = [[], ''];
 let mockChecked = true;
+/** What is chosen in the question about files. */
+let mockChosen: object = {};
 
 jest.mock('@jupyterlab/apputils', () => ({
   Dialog: {
@@ -24,6 +27,7 @@ jest.mock('@jupyterlab/apputils', () => ({
     mockTitles.push(title);
     mockShown = [buttons.map(({ label }) => label), body];
     const accept = !mockRefused.has(title);
+    (body as { props?: { report: (chosen: object) => void } }).props?.report(mockChosen);
     return Promise.resolve({
       button: { ...buttons[accept ? 1 : 0], accept },
       isChecked: checkbox ? mockChecked : null
@@ -66,6 +70,7 @@ beforeEach(() => {
   jest.resetAllMocks();
   mockRefused.clear();
   mockChecked = true;
+  mockChosen = {};
   kernels.request.mockImplementation((_id: string, _verb: string, send: () => Promise<IBackJob>) => send());
   client.back.mockResolvedValue(job);
 });
@@ -124,28 +129,58 @@ test('that the notebook did not go back is said, and the page keeps its own', as
   expect([said.message, said.detail]).toEqual(['Changed.', error]);
 });
 
+/** The refusal to go back as files differ: by path, the choices that each has. */
+function differ(choices: Record<string, FilesChoice[]>): Refused {
+  const files = Object.entries(choices).map(([path, each]) => ({ path, choices: each, then: null, now: null }));
+  const detail = { code: 'FILES_DIFFER', message: 'Differ.', hint: 'Mend /a.', left: '', details: { files } };
+  return new Refused(409, 'Differ.', detail);
+}
+
 test('files that differ are a question, and its answer goes with the notebook', async () => {
-  const differ = { code: 'FILES_DIFFER', message: 'x', hint: '', left: '' };
   const mine = open('a.ipynb', 'a', false);
-  client.back.mockRejectedValueOnce(new Refused(409, 'x', differ)).mockResolvedValueOnce(job);
+  client.back.mockRejectedValueOnce(differ({ '/a': ['then', 'now'], '/b': ['now'] })).mockResolvedValueOnce(job);
+  mockChosen = { '/a': 'then', '/b': 'now' };
   expect(await start([mine])).toEqual(['Go back to p?', 'Some files are not as they were']);
-  expect(client.back).toHaveBeenLastCalledWith('a', 'p', 'then', true);
+  expect(mockShown[0]).toEqual(['cancel', 'Go back']);
+  expect(client.back).toHaveBeenLastCalledWith('a', 'p', { '/a': 'then', '/b': 'now' }, true);
   expect(mine.done).toEqual(['revert']);
 });
 
-test.each([
-  [[['then', 'now'], ['then']], ['cancel', 'Put files back'], 'Differ.', 'then'],
-  [[['now']], ['cancel', 'Leave files as they are'], 'Differ.', 'now'],
-  [[['then'], ['now']], ['cancel'], 'Differ. Choose for each.', null],
-  [[[], ['then']], ['cancel'], 'Differ. Choose for each.', null]
-])('only choices that can be done for all files are offered (%j)', async (choices, labels, text, chosen) => {
-  const details = { files: choices.map((each, index) => ({ path: `/${index}`, choices: each as ('then' | 'now')[] })) };
-  const differ = { code: 'FILES_DIFFER', message: 'Differ.', hint: 'Choose for each.', left: '', details };
-  client.back.mockRejectedValueOnce(new Refused(409, 'Differ.', differ)).mockResolvedValueOnce(job);
+test('a file that changes while the user chooses is one more question', async () => {
+  client.back
+    .mockRejectedValueOnce(differ({ '/a': ['then', 'now'] }))
+    .mockImplementationOnce(() => {
+      mockChosen = { '/b': 'now' };
+      return Promise.reject(differ({ '/b': ['then', 'now'] }));
+    })
+    .mockResolvedValueOnce(job);
+  mockChosen = { '/a': 'then' };
   await start([open('a.ipynb', 'a', false)]);
-  expect(mockShown).toEqual([labels, text]);
-  expect(client.back).toHaveBeenCalledTimes(chosen === null ? 1 : 2);
-  expect(client.back).toHaveBeenLastCalledWith('a', 'p', chosen, true);
+  expect(client.back).toHaveBeenCalledTimes(3);
+  expect(client.back).toHaveBeenLastCalledWith('a', 'p', { '/a': 'then', '/b': 'now' }, true);
+});
+
+test('who does not want it after the question stays', async () => {
+  mockRefused.add('Some files are not as they were');
+  client.back.mockRejectedValueOnce(differ({ '/a': ['then', 'now'] }));
+  await start([open('a.ipynb', 'a', false)]);
+  expect(client.back).toHaveBeenCalledTimes(1);
+  expect(notifier.refused).not.toHaveBeenCalled();
+});
+
+test('where a file has no choice, it is said why, and there is no way on', async () => {
+  client.back.mockRejectedValueOnce(differ({ '/a': [], '/b': ['then'] }));
+  await start([open('a.ipynb', 'a', false)]);
+  expect(mockShown).toEqual([['cancel'], 'Differ. Mend /a.']);
+  expect(client.back).toHaveBeenCalledTimes(1);
+});
+
+test('an only choice is made before, and one for all is for those files that have it', () => {
+  const choices: FilesChoice[][] = [['then', 'now'], ['then'], ['now']];
+  const files = choices.map((each, index) => ({ path: `/${index}`, choices: each, then: null, now: null }));
+  expect(preset(files)).toEqual({ '/1': 'then', '/2': 'now' });
+  expect(forAll(files, 'then')).toEqual({ '/0': 'then', '/1': 'then' });
+  expect(forAll(files, 'now')).toEqual({ '/0': 'now', '/2': 'now' });
 });
 
 test('a kernel that did not go back leaves the notebook alone', async () => {

@@ -6,9 +6,9 @@ One server whose idle policy counts down after ten seconds and never gets to the
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from axe import assert_accessible, tab_until
 from desktop import BUTTON, NOTEBOOK, STATUS, TOAST, WAKING, end_kernels, lab, write_notebook
 from fake_gpus import GIB, SUPPORT
 from harness import DAEMON, END_DAEMON
@@ -16,7 +16,6 @@ from waiting import until
 
 from jupyter_gpu_ckpt.testing.fake_host import allocation_cell
 
-AXE = Path(__file__).resolve().parents[2] / "labextension" / "node_modules" / "axe-core" / "axe.min.js"
 GPUS = [f"GPU-fake-{number:02}" for number in range(16)]
 CONFIG = f"""
 import sys
@@ -48,14 +47,6 @@ CLOSE_FRONT = """
   const widget = window.jupyterapp.shell.currentWidget;
   widget.context.model.dirty = false;
   widget.close();
-}
-"""
-#: Rules of WCAG and of good practice; not those about the page as a whole, which is JupyterLab's.
-RUN_AXE = """
-async selectors => {
-  const include = selectors.filter(selector => document.querySelector(selector) !== null);
-  const found = await axe.run({ include }, { rules: { region: { enabled: false } } });
-  return { include, violations: found.violations.map(({ id, help, nodes }) => [id, help, nodes.map(n => n.html)]) };
 }
 """
 
@@ -92,24 +83,6 @@ def open_panel(tab):
         tab.page.locator('li[data-id="gpu-ckpt-panel"]').click()
     panel.get_by_text("GPU 15").first.wait_for()
     return panel
-
-
-def assert_accessible(page, *selectors: str) -> None:
-    """Assert that axe finds nothing wrong with these elements, all of which are there."""
-    if not page.evaluate("'axe' in window"):
-        page.evaluate(AXE.read_text())
-    found = page.evaluate(RUN_AXE, list(selectors))
-    assert found["include"] == list(selectors)
-    assert found["violations"] == []
-
-
-def tab_until(page, selector: str, presses: int = 120) -> None:
-    """Press Tab until an element, or one within it, has the keyboard."""
-    for _ in range(presses):
-        page.keyboard.press("Tab")
-        if page.evaluate("selector => document.activeElement?.closest(selector) !== null", selector):
-            return
-    raise AssertionError(f"{selector} is not reached by the Tab key")
 
 
 def test_the_introduction_is_shown_until_it_is_closed_and_to_no_later_window(desktop, jupyter):
@@ -228,7 +201,6 @@ def test_variables_are_saved_and_come_back_in_the_panel(tab):
     page.keyboard.press("Enter")
     back = row.get_by_role("button", name="Go back to before", exact=True)
     back.wait_for()
-    tab.picture("save-points")
     assert_accessible(page, PANEL)
     server.run(kernel_id, "x = 7; y = [1]")
     row.get_by_role("button", name="Compare before", exact=True).press("Enter")
@@ -242,6 +214,7 @@ def test_variables_are_saved_and_come_back_in_the_panel(tab):
     dialog.wait_for(state="detached")
     row.get_by_role("button", name="Branch from before", exact=True).press("Enter")
     dialog.get_by_text("a copy of the notebook").wait_for()
+    tab.picture("branch-plan")
     assert_accessible(page, ".jp-Dialog")
     dialog.get_by_role("button", name="Start").press("Enter")
     dialog.wait_for(state="detached")

@@ -120,7 +120,9 @@ def chain(tmp_path, runtime_base, criu_binary):
     yield chain
     for one in find_orphans(chain.base, chain.store).orphans:
         if one.directory is not None:
-            Capsule.attach(one.directory).close()
+            Capsule.attach(one.directory).end()
+    for image in chain.store.images():
+        chain.store.remove(image)  # with its links in /dev/shm
 
 
 @pytest.mark.parametrize(

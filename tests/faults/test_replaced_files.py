@@ -451,6 +451,23 @@ async def test_what_a_killed_restore_has_left_is_in_nobodys_way(subject, home):
     assert not left.exists()
 
 
+async def test_what_a_killed_restore_of_a_save_point_has_left_is_in_no_other_image_s_way(subject):
+    """The kernel's images have the same deleted file, for which CRIU makes the same name."""
+    await subject.run("os.mkdir('home'); f = open('home/gone', 'w+'); _ = f.write('kept'); f.flush()")
+    await subject.run("os.unlink('home/gone'); os.rmdir('home')")
+    point = await subject.provisioner.save("point")
+    image = await subject.provisioner.checkpoint()
+    (name,) = images.ghost_names(point.path / "criu")
+    assert images.ghost_names(image.path / "criu") == [name]
+    left = subject.directory / Path(name).name
+    left.write_text("half")
+    mark(point.path, RESTORING).touch()
+    await subject.provisioner.restore()
+    assert not left.exists()
+    assert not mark(point.path, RESTORING).exists()
+    assert await subject.run("print(f.seek(0), f.read())") == "0 kept"
+
+
 async def test_a_dump_that_was_killed_leaves_no_name(subject, monkeypatch):
     """A file that was there before stays, also where it is the same file: it may be of another kernel's image."""
     directory = await deleted(subject)

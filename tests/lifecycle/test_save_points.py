@@ -81,7 +81,7 @@ async def test_a_kernel_comes_back_from_its_save_point_as_often_as_it_is_wanted(
 
 
 async def test_the_save_point_of_a_kernel_that_is_killed_since_its_dump_is_kept(kernel):
-    """All of the kernel is in what CRIU has written, whatever becomes of its process."""
+    """Going back to it brings everything, in the kernel that is started then."""
     await kernel.run("x = 1")
     pid = kernel.lifecycle.capsule.host_pid
 

@@ -28,8 +28,8 @@ class Trackers:
     def __init__(self) -> None:
         #: Count by kind and name: loky counts the users of a resource.
         self._registered: dict[tuple[str, str], int] = {}
-        #: Kinds and names that the present trackers do not know, as `forget` has ended those that did.
-        self._forgotten: set[tuple[str, str]] = set()
+        #: Kinds and names that the present trackers do not know, as `forget` has ended those that did, and their files.
+        self._forgotten: dict[tuple[str, str], tuple[int, int] | None] = {}
         self._unwatched: Any = None
 
     def watch(self) -> None:
@@ -39,8 +39,12 @@ class Trackers:
         send = self._unwatched = ResourceTracker._send  # type: ignore[attr-defined]
 
         def send_and_record(tracker: Any, command: str, name: str, kind: str, *more: Any) -> Any:
-            if command != "REGISTER" and (kind, name) in self._forgotten - self._registered.keys():
-                return None  # the tracker would print an error
+            key = (kind, name)
+            if key in self._forgotten and key not in self._registered:
+                if command != "REGISTER":
+                    return None  # the tracker would print an error
+                if (file := _file(*key)) is not None and file == self._forgotten[key]:
+                    return None  # opened anew: it would be removed at this kernel's end, and the other one has it
             sent = send(tracker, command, name, kind, *more)
             self._record(command, name, kind)
             return sent
@@ -60,7 +64,7 @@ class Trackers:
 
         One is started again as soon as something is registered.
         """
-        self._forgotten |= self._registered.keys()
+        self._forgotten |= {key: _file(*key) for key in self._registered}
         self._registered.clear()
         for name, module in list(sys.modules.items()):
             tracker = getattr(module, "_resource_tracker", None) if name.endswith(".resource_tracker") else None
@@ -85,9 +89,21 @@ class Trackers:
         """Return ``path``, ``device`` and ``inode`` of registered resources that exist and belong to the user."""
         found = []
         for kind, name in sorted(self._registered):
-            path = _FILES.get(kind, "").format(name.lstrip("/") if kind in ("shared_memory", "semaphore") else name)
+            path = _path(kind, name)
             with contextlib.suppress(OSError, ValueError):
                 facts = os.lstat(path)
                 if facts.st_uid == os.geteuid():
                     found.append({"path": path, "device": facts.st_dev, "inode": facts.st_ino})
         return found
+
+
+def _path(kind: str, name: str) -> str:
+    return _FILES.get(kind, "").format(name.lstrip("/") if kind in ("shared_memory", "semaphore") else name)
+
+
+def _file(kind: str, name: str) -> tuple[int, int] | None:
+    """Return device and inode of a resource, or None if there is none of this name."""
+    with contextlib.suppress(OSError, ValueError):
+        facts = os.lstat(_path(kind, name))
+        return facts.st_dev, facts.st_ino
+    return None

@@ -2,7 +2,8 @@
 
 *Ports and names of sockets*: in a branch a TCP listener gets another, free port of the loopback address, a UDP socket
 another port, and a unix socket another name, so that a client of the program finds the one that has them.  Its
-threads continue waiting: a descriptor that was closed under them would be reported as ready for ever.
+threads continue waiting: a descriptor that was closed under them would be reported as ready for ever.  UDP sockets that
+are connected with each other still are: by the other ports.
 
 *Exclusive locks* (flock, open file descriptions, POSIX): the branch does not have them.
 
@@ -21,7 +22,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,12 +154,13 @@ def _separated(
     directory: Path, own: Sequence[str], choose_port: ChoosePort, prefix: str
 ) -> tuple[list[bytes], list[Exclusive]]:
     contents = list(records(directory / images.FILES, images.FILES_MAGIC))
-    ends = {_ends(fields) for record in contents if (fields := submessage(record, images.ENTRY_INET))}
+    inet = [fields for record in contents if (fields := submessage(record, images.ENTRY_INET))]
+    ends, receivers = {_ends(fields) for fields in inet}, _receivers(inet)
     found: list[Exclusive] = []
     ports: dict[tuple[int, int, int], int] = {}
     for index, record in enumerate(contents):
         if fields := submessage(record, images.ENTRY_INET):
-            changed = _internet_socket(fields, ends, choose_port, ports, found)
+            changed = _internet_socket(fields, ends, receivers, choose_port, ports, found)
             number = images.ENTRY_INET
         elif fields := submessage(record, _ENTRY_UNIX):
             changed, number = _unix_socket(fields, own, prefix, found), _ENTRY_UNIX
@@ -175,6 +177,7 @@ def _separated(
 def _internet_socket(
     fields: list[Field],
     ends: set[tuple[Any, ...]],
+    receivers: Collection[tuple[int, str, int]],
     choose_port: ChoosePort,
     ports: dict[tuple[int, int, int], int],
     found: list[Exclusive],
@@ -195,17 +198,43 @@ def _internet_socket(
     address = own[0]
     if is_tcp:
         address = "::1" if family == socket.AF_INET6 else "127.0.0.1"
-    if (key := (family, type, port)) not in ports:  # several descriptors, or several sockets that share it
-        ports[key] = choose_port(family, type, address)
+
+    def other(family: int, address: str, port: int) -> int:
+        if (key := (family, type, port)) not in ports:  # several descriptors, or several sockets that share it
+            ports[key] = choose_port(family, type, address)
+        return ports[key]
+
+    new_port = other(family, address, port)
     name = "TCP" if is_tcp else "UDP"
-    becomes = f"{name} port {ports[key]}" if ports[key] else f"another {name} port"
+    becomes = f"{name} port {new_port}" if new_port else f"another {name} port"
     what = f"{name} port {_shown(own[0], port)}"
-    found.append(Exclusive("port", what, f"{becomes} of {address}", port, ports[key]))
+    found.append(Exclusive("port", what, f"{becomes} of {address}", port, new_port))
     packed = socket.inet_pton(family, address)
     words = [int.from_bytes(packed[at : at + 4], "little") for at in range(0, len(packed), 4)]
-    changed = [field for field in fields if field[0] not in (images.INET_PORT, images.INET_ADDRESS)]
-    changed.append((images.INET_PORT, _VARINT, ports[key]))
+    replaced = {images.INET_PORT: new_port}
+    if not is_tcp and (receiver := _receiver(own[0], peer, receivers)):
+        replaced[images.INET_PEERS_PORT] = other(*receiver)
+    changed = [field for field in fields if field[0] not in (*replaced, images.INET_ADDRESS)]
+    changed += [(number, _VARINT, value) for number, value in replaced.items()]
     return sorted([*changed, *((images.INET_ADDRESS, _VARINT, word) for word in words)], key=lambda field: field[0])
+
+
+def _receivers(sockets: Iterable[list[Field]]) -> set[tuple[int, str, int]]:
+    """Return family, address and port of UDP sockets."""
+    udp = [fields for fields in sockets if number_of(fields, images.INET_TYPE) == socket.SOCK_DGRAM]
+    found = {(number_of(fields, images.INET_FAMILY) or 0, *_ends(fields)[0]) for fields in udp}
+    return {receiver for receiver in found if receiver[2]}
+
+
+def _receiver(
+    own: str, peer: tuple[str, int], receivers: Collection[tuple[int, str, int]]
+) -> tuple[int, str, int] | None:
+    """Return the one of ``receivers`` that a UDP socket with this address of its own is connected with, if any is."""
+    address, port = peer
+    is_here = address == own or ipaddress.ip_address(address).is_loopback
+    everywhere = ("0.0.0.0", "::") if is_here else ()  # noqa: S104 - compared
+    found = [each for each in receivers if each[2] == port and each[1] in (address, *everywhere)]
+    return min(found, key=lambda each: (each[1] != address, each), default=None)
 
 
 def _ends(fields: list[Field]) -> tuple[tuple[str, int], tuple[str, int]]:

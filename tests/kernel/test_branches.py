@@ -75,6 +75,23 @@ import multiprocessing, time
 fork = multiprocessing.get_context("fork")
 worker = fork.Process(target=time.sleep, args=(1000,), daemon=True); worker.start()
 """
+#: UDP sockets with a peer in the same kernel: of both families, bound to one address or to all, and two to each other.
+CONNECTED = """
+import socket
+def pair(family, address, there):
+    receiver, sender = (socket.socket(family, socket.SOCK_DGRAM) for _ in range(2))
+    receiver.settimeout(5); receiver.bind((address, 0)); sender.connect((there, receiver.getsockname()[1]))
+    return sender, receiver
+pairs = [
+    pair(socket.AF_INET, "127.0.0.1", "127.0.0.1"), pair(socket.AF_INET, "0.0.0.0", "127.0.0.1"),
+    pair(socket.AF_INET6, "::1", "::1"), pair(socket.AF_INET, "127.0.0.1", "127.0.0.1"),
+]
+pairs[3][1].connect(pairs[3][0].getsockname())
+def sent(word):
+    for sender, receiver in pairs:
+        sender.send(word.encode())
+        yield receiver.recv(9).decode()
+"""
 #: Whether another process has locked the file.
 LOCKED = """
 with open(lock, "r+") as _other:
@@ -377,6 +394,28 @@ async def test_what_a_branch_would_remove_at_its_end_is_left_to_the_other_kernel
     assert await kernel.run("print(*map(os.path.exists, paths), memory.buf[0])") == "True True True 7"
     await kernel.run("directory.cleanup(); file.close(); memory.close(); memory.unlink()")
     assert await kernel.run("print(*map(os.path.exists, paths))") == "False False False"
+
+
+async def test_memory_that_a_branch_opens_anew_by_its_name_is_left_to_the_other_kernel(kernel, tmp_path):
+    """Python before 3.13 has each program that opens a block remove it at its end."""
+    await kernel.run("from multiprocessing import shared_memory")
+    await kernel.run("memory = shared_memory.SharedMemory(create=True, size=9); memory.buf[0] = 7")
+    image = await kernel.provisioner.save("point")
+    async with branch_of(image.id, kernel, tmp_path / "branch") as branch:
+        await branch.run("again = shared_memory.SharedMemory(memory.name); again.close()")
+        own = await branch.run("own = shared_memory.SharedMemory(create=True, size=9); print(own.name)")
+        await branch.run("from multiprocessing.resource_tracker import _resource_tracker; _resource_tracker._stop()")
+        assert not os.path.exists(f"/dev/shm/{own}"), "its tracker removes what is left at its end"
+    assert await kernel.run("there = shared_memory.SharedMemory(memory.name); print(there.buf[0])") == "7"
+    await kernel.run("there.close(); memory.unlink()")
+
+
+async def test_udp_sockets_that_are_connected_with_each_other_are_so_in_a_branch(kernel, tmp_path):
+    await kernel.run(CONNECTED)
+    image = await kernel.provisioner.save("point")
+    async with branch_of(image.id, kernel, tmp_path / "branch", accept_differences=True) as branch:
+        for owner, word in ((branch, "branch"), (kernel, "kernel"), (branch, "again")):
+            assert await owner.run(f"print(*sent({word!r}))") == " ".join([word] * 4)
 
 
 async def test_a_branch_unlinks_memory_that_both_have_and_its_new_tracker_knows_its_own(kernel, tmp_path):

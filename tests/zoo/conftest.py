@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from keeper import TOGETHER, packs
 from keeping import EVERYBODY, users
 from kinds import all_kinds
 from table import DOCUMENT, table
@@ -31,3 +32,18 @@ def zoo(criu_binary, request):
             ]
             assert not missing, f"the table needs all kinds (no -m, no -k): {missing}"
             DOCUMENT.write_text(table(all_kinds(), found))
+
+
+@pytest.fixture(scope="module")
+def wanted(request):
+    """The kinds that this module tests, by user, in the order in which they are run: those of one kernel together."""
+    kinds, keys = all_kinds(), {who: [] for who in EVERYBODY}
+    for item in request.session.items:
+        chosen = getattr(item, "callspec", None)
+        if chosen is not None and item.module is request.module and "key" in chosen.params:
+            keys.get(chosen.params["who"], []).append(chosen.params["key"])
+    groups = {}
+    for who, chosen in keys.items():
+        shared, single = packs([kinds[key] for key in chosen if not kinds[key].lacking()], who)
+        groups[who] = [*shared, *(single[start : start + TOGETHER] for start in range(0, len(single), TOGETHER))]
+    return groups

@@ -20,7 +20,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,7 @@ class Outcome:
     ``what``: "kept"; "refused" with ``code`` and ``text``; "changed" with ``text``, which shows what; "lost" with the
     code of the wake that failed; "impossible" where the system forbade it; "unmade" where its program failed.
     ``announcement``: what ``%gpu_checkpoint --status`` said beforehand, of kinds that have a kernel to themselves.
+    ``named``: what a branch was said to have otherwise, before it began.
     """
 
     key: str
@@ -61,6 +62,7 @@ class Outcome:
     text: str = ""
     announcement: str = ""
     seconds: float = 0.0
+    named: Sequence[str] = ()
 
     @property
     def good(self) -> bool:
@@ -115,7 +117,10 @@ class Zoo:
     def answers(printed: str) -> dict[str, dict[str, str]]:
         """Return the output of `ask`."""
         line = next(line for line in reversed(printed.splitlines()) if line.startswith(MARK))
-        return json.loads(line.removeprefix(MARK))
+        try:
+            return json.loads(line.removeprefix(MARK))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{error}: {printed!r}") from error
 
     async def made(self, keys: Sequence[str]) -> tuple[dict[str, str], list[Outcome]]:
         """Make them; what each shows, and those that could not be made."""
@@ -146,10 +151,14 @@ class Zoo:
         for image in (point, before):
             self.kernel.lifecycle.engine.store.remove(image)
 
+    async def seen(self, keys: Iterable[str]) -> dict[str, str]:
+        """Return what each shows: its value, or its error as a string of JSON."""
+        after = await self.ask("show", list(keys))
+        return {key: answer.get("value") or json.dumps(answer["error"]) for key, answer in after.items()}
+
     async def differences(self, before: dict[str, str], when: str) -> list[Outcome]:
         """Return the values that show otherwise than before."""
-        after = await self.ask("show", list(before))
-        seen = {key: answer.get("value") or answer["error"] for key, answer in after.items()}
+        seen = await self.seen(before)
         return [
             Outcome(key, "changed", text=f"{when}: was {before[key]}, is {seen[key]}")
             for key in before
@@ -239,7 +248,7 @@ async def alone(zoo: Zoo, key: str) -> Outcome:
     return Outcome(key, "kept", announcement=announcement)
 
 
-async def alone_in_new(directory: Path, key: str) -> Outcome:
+async def alone_in_new(directory: Path, key: str, alone: Alone = alone) -> Outcome:
     """One kind in a kernel of its own; whatever else goes wrong is its loss."""
     try:
         async with Zoo.opened(directory) as zoo:
@@ -248,7 +257,12 @@ async def alone_in_new(directory: Path, key: str) -> Outcome:
         return Outcome(key, "lost", type(error).__name__, str(error))
 
 
-async def one_by_one(directory: Path, keys: Sequence[str]) -> AsyncIterator[Outcome]:
+#: What is done with kinds that share a kernel, which begins below a directory, and with one that has it to itself.
+Together = Callable[[Path, Sequence[str]], Awaitable[list[Outcome]]]
+Alone = Callable[[Zoo, str], Awaitable[Outcome]]
+
+
+async def one_by_one(directory: Path, keys: Sequence[str], alone: Alone = alone) -> AsyncIterator[Outcome]:
     """Each kind alone, in the same kernel as long as it can be undone: then the kernel must sleep and wake."""
     number, left = 0, list(keys)
     while left:
@@ -259,8 +273,9 @@ async def one_by_one(directory: Path, keys: Sequence[str]) -> AsyncIterator[Outc
                 key, began = left.pop(0), time.monotonic()
                 try:
                     outcome = await alone(zoo, key)
+                    can_be = outcome.what != "named" and zoo.runs  # what is another kernel's, too, may hang
                     undone = outcome.what == "impossible" or (
-                        zoo.runs and (await zoo.ask("undo", [key])).get(key, {}).get("value") == "true"
+                        can_be and (await zoo.ask("undo", [key])).get(key, {}).get("value") == "true"
                     )
                     if undone and outcome.what == "refused":
                         await zoo.cycle()
@@ -345,10 +360,19 @@ def say(**fact: object) -> None:
     print(json.dumps(fact), flush=True)
 
 
-async def main(directory: Path, who: str, keys: Sequence[str]) -> None:
+async def main(
+    directory: Path,
+    who: str,
+    keys: Sequence[str],
+    together: Together = together,
+    alone: Alone = alone,
+    apart: Collection[str] = (),
+) -> None:
+    """Have all kinds tried.  ``apart``: those that share no kernel, beside the ones of which that is declared."""
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     kinds = all_kinds()
-    shared, single = packs([kinds[key] for key in keys], who)
+    shared, single = packs([kinds[key] for key in keys if key not in apart], who)
+    single += [key for key in keys if key in apart]
     processes = set(descendants(os.getpid()))
 
     async def rest(before: set[str], keys: Sequence[str]) -> None:
@@ -363,7 +387,7 @@ async def main(directory: Path, who: str, keys: Sequence[str]) -> None:
             say(**dataclasses.asdict(outcome))
         await rest(before, pack)
     before = belongings()
-    async for outcome in one_by_one(directory / "single", single):
+    async for outcome in one_by_one(directory / "single", single, alone):
         say(**dataclasses.asdict(outcome))
     await rest(before, single)
     remaining = [pid for pid in alive(descendants(os.getpid())) if pid not in processes]

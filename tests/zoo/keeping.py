@@ -1,4 +1,4 @@
-"""Runs `keeper.py` as root or as an ordinary user, in a place where whatever is left behind can be seen."""
+"""Runs `keeper.py` or `brancher.py` as root or as an ordinary user, where whatever is left behind can be seen."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class User:
     in sight, and this checkout is, of any owner.
     """
 
-    def __init__(self, who: str, place: Path, criu: CriuBinary) -> None:
+    def __init__(self, who: str, place: Path, criu: CriuBinary, program: str) -> None:
         self.who, self.place, self.home = who, place, place / "home"
+        self._program = str(Path(__file__).with_name(program))
         #: What became of each kind that was run.
         self.outcomes: dict[str, Outcome] = {}
         #: What was left behind, each with the kinds that were in the kernels then.
@@ -95,11 +96,10 @@ class User:
         return [*enter, *drop, "--bounding-set=-all", "--inh-caps=-all", "--", *argv]
 
     def keep(self, keys: Sequence[str]) -> None:
-        """Run the keeper over ``keys``, and note what became of them."""
+        """Run the program over ``keys``, and note what became of them."""
         self._packs += 1
         work = self.own(self.home / f"run{self._packs}")
-        keeper = str(Path(__file__).with_name("keeper.py"))
-        argv = self.command(sys.executable, keeper, str(work), self.who, *keys)
+        argv = self.command(sys.executable, self._program, str(work), self.who, *keys)
         with open(self.place / "errors", "w+") as errors, open(self.place / "facts", "w+") as facts:
             # Files, not pipes: a kernel that was forgotten would hold them open.
             process = subprocess.Popen(
@@ -125,15 +125,15 @@ class User:
 
 
 @contextmanager
-def users(criu: CriuBinary) -> Iterator[dict[str, User]]:
-    """All users, each with a fresh home that is removed in the end."""
+def users(criu: CriuBinary, program: str = "keeper.py") -> Iterator[dict[str, User]]:
+    """All users, each with a fresh home that is removed in the end.  ``program``: of this folder, to run over kinds."""
     place = Path(tempfile.mkdtemp(prefix="gc-zoo-"))
     place.chmod(0o711)
     made: dict[str, User] = {}
     try:
         for who in EVERYBODY:
             (place / who).mkdir()
-            made[who] = User(who, place / who, criu)
+            made[who] = User(who, place / who, criu, program)
         yield made
     finally:
         for user in made.values():

@@ -6,7 +6,7 @@ In `make test` a sample, in `make torture` all of them; root and an ordinary use
 from __future__ import annotations
 
 import pytest
-from keeper import GONE_BACK, TOGETHER, packs
+from keeper import GONE_BACK
 from keeping import EVERYBODY, sample, why_not
 from kinds import all_kinds
 from table import DOCUMENT, remark, rows
@@ -20,21 +20,6 @@ CASES = [
     for who in ("root", "user")
     for key in KINDS
 ]
-
-
-@pytest.fixture(scope="session")
-def wanted(request):
-    """The kinds that this session tests, by user, in the order in which they are run: those of one kernel together."""
-    keys = {who: [] for who in EVERYBODY}
-    for item in request.session.items:
-        chosen = getattr(item, "callspec", None)
-        if chosen is not None and chosen.params.get("who") in keys and chosen.params.get("key") in KINDS:
-            keys[chosen.params["who"]].append(KINDS[chosen.params["key"]])
-    groups = {}
-    for who, kinds in keys.items():
-        shared, single = packs([kind for kind in kinds if not kind.lacking()], who)
-        groups[who] = [*shared, *(single[start : start + TOGETHER] for start in range(0, len(single), TOGETHER))]
-    return groups
 
 
 def test_there_are_hundreds_of_kinds_and_each_has_a_name_of_its_own():

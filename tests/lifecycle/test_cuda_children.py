@@ -291,8 +291,8 @@ def test_a_child_that_has_begun_between_two_looks_is_among_the_late_ones(family,
     fake.cuda, fake.memory, fake.beginning = True, {B: 5 * MIB}, True
     real = cuda_processes.states
 
-    def begins(*args):
-        found = real(*args)
+    def begins(*args, **named):
+        found = real(*args, **named)
         fake.beginning = False
         return found
 

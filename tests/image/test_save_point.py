@@ -338,7 +338,7 @@ def test_files_that_would_have_to_be_copied_are_not_tried_one_by_one(tmp_path, m
 def test_a_kernel_without_an_agent_has_no_magic_to_go_back_by(store):
     image = kept(store)
     with_agent = automatic_saves.offer(store, FACTS.kernel_id, -9, has_magic=True)
-    assert with_agent.endswith("to go back to it: %gpu_checkpoint --back 'before'")
+    assert with_agent.endswith("to go back to it: %gpu_checkpoint --back before")
     without = automatic_saves.offer(store, FACTS.kernel_id, -9, has_magic=False)
     assert without.endswith(f'POST gpu-ckpt/kernels/{FACTS.kernel_id}/back with {{"name": "before"}}')
     assert "%" not in without

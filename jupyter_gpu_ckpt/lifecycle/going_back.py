@@ -318,13 +318,12 @@ def _journals(path: str, kept: Mapping[str, KeptFile], present: Image) -> list[s
         if journal in kept or not os.path.lexists(journal):
             continue
         is_own = journal in now and now[journal].kept and not kept_files.differs(journal, now[journal])
-        if not is_own and (journal.endswith(sqlite_wal.INDEX) or not Path(journal).stat().st_size):
-            continue  # it says nothing
-        if not is_own:
+        if is_own:
+            found.append(journal)
+        elif not journal.endswith(sqlite_wal.INDEX) and Path(journal).stat().st_size:  # else it says nothing
             hint = "Another program may be in a transaction: try again when it has ended."
             message = f"{path} cannot be put back: {journal} belongs to its present content, and is not the kernel's."
             raise MissingFile(message, hint=hint, culprit=journal)
-        found.append(journal)
     return found
 
 

@@ -123,15 +123,15 @@ class KnownChunks:
     """
 
     def __init__(self, points: Callable[[], Iterable[Image]] = tuple) -> None:
-        self._all = points
+        self._find = points
 
     @functools.cached_property  # not at once: a kernel waits for the begin of an image
-    def _images(self) -> list[Image]:
-        return list(self._all())
+    def _points(self) -> list[Image]:
+        return list(self._find())
 
     @functools.cached_property
     def _paths(self) -> dict[FileEntry, Path]:
-        named = ((image, name, entry) for image in self._images for name, entry in image.manifest.files.items())
+        named = ((image, name, entry) for image in self._points for name, entry in image.manifest.files.items())
         return {entry: image.path / name for image, name, entry in named if layout.is_chunk(name)}
 
     def stored(self, pagemap: str) -> dict[int, KnownWindow]:
@@ -140,7 +140,7 @@ class KnownChunks:
         Processes that go back to a save point, or branch from it, keep the name of their pagemap, and their addresses.
         """
         found: dict[int, KnownWindow] = {}
-        for image in sorted(self._images, key=lambda image: image.manifest.created):
+        for image in sorted(self._points, key=lambda image: image.manifest.created):
             for path in image.criu_directory.glob(layout.PAGES.removesuffix(".img") + _INDEX):
                 with contextlib.suppress(OSError, ImageDamaged):  # deleted meanwhile; a restore finds the damage
                     if (index := Index.read(path)).pagemap == pagemap:

@@ -267,7 +267,8 @@ class Gate:
         """Clients' requests that the kernel has not finished."""
 
         def read(router: Router) -> UnderWay:
-            return UnderWay(router.pending.cells(), router.pending.other_types(), router.pending.awaits_input())
+            pending = router.pending
+            return UnderWay(pending.cells(), pending.other_types(), pending.awaits_input(), pending.ending())
 
         return self._call(read)
 

@@ -111,6 +111,11 @@ class PendingRequests:
         """
         return sum(entry.is_cell and entry.runs for entry in self._by_id.values())
 
+    def ending(self) -> bool:
+        """Return whether a cell, silent or not, has its reply and not its idle, before which it may request a verb."""
+        entries = (entry for entry in self._by_id.values() if entry.request.msg_type == "execute_request")
+        return any(entry.replies <= 0 for entry in entries)
+
     def running_cell(self) -> Request | None:
         """Return the request of the cell that runs, if there is one that is not silent."""
         return next((entry.request for entry in self._by_id.values() if entry.is_cell and entry.runs), None)

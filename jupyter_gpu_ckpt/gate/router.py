@@ -74,12 +74,14 @@ class GateState(str, Enum):
 class UnderWay:
     """Work of a kernel for clients: the number of cells that run or wait in it, and the types of other requests.
 
-    ``awaits_input``: a cell waits for an answer of its user.
+    ``awaits_input``: a cell waits for an answer of its user.  ``ending``: a cell has its reply, and what it
+    requests may still come.
     """
 
     cells: int
     others: tuple[str, ...]
     awaits_input: bool = False
+    ending: bool = False
 
 
 @dataclass

@@ -325,10 +325,14 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     @property
     def is_saving(self) -> bool:
-        """True while a save point is being made, or may be by a verb that cells wait for."""
+        """True while a save point is being made, or may be as a cell has requested.  Waits for the gate's thread."""
         gate = self.gate
-        waits = gate is not None and gate.state in (GateState.DRAINING, GateState.DRAINED)
-        return waits or self.state is State.SAVING
+        may_be_requested = False
+        if gate is not None:
+            with contextlib.suppress(GateError):  # it was stopped
+                ending = gate.under_way.ending  # first: it is over when the gate's state tells of the request
+                may_be_requested = ending or gate.state in (GateState.DRAINING, GateState.DRAINED)
+        return may_be_requested or self.state is State.SAVING
 
     async def suspend(self) -> None:
         """Move the CUDA state to host memory; the GPU is free then.  After failure the kernel runs on."""

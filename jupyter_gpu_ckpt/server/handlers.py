@@ -79,7 +79,7 @@ class VerbHandler(Handler):
             turn = provisioner.once_idle()
         elif verb in ("suspend", "checkpoint"):
             await asyncio.to_thread(lambda: require(models.requests(provisioner)))
-        self.reply_started(self.app.jobs.start(kernel_id, verb, parameters, call, turn))
+        self.reply_started(await self.app.jobs.start(kernel_id, verb, parameters, call, turn))
 
     def _parameters(self, verb: str) -> dict[str, Any]:
         body = self.body(_PARAMETERS.get(verb, set()))
@@ -114,7 +114,7 @@ class BranchHandler(Handler):
             made = self.app.branches.started.get(started)
             return {"kernel_id": started, "notebook": made.notebook if made else ""}
 
-        self.reply_started(self.app.jobs.start(kernel_id, "branch", body, branch))
+        self.reply_started(await self.app.jobs.start(kernel_id, "branch", body, branch))
 
 
 class DrainHandler(Handler):
@@ -128,7 +128,7 @@ class DrainHandler(Handler):
     async def post(self) -> None:
         """Begin to checkpoint every kernel and to verify its image; 202 with the job."""
         self.body(set())
-        self.reply_started(self.app.jobs.start("", "drain", {}, self.app.drain))
+        self.reply_started(await self.app.jobs.start("", "drain", {}, self.app.drain))
 
 
 class ProtectHandler(Handler):

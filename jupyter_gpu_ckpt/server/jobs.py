@@ -57,7 +57,7 @@ class Jobs:
         self._jobs: dict[str, Job] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def start(
+    async def start(
         self,
         kernel_id: str,
         verb: str,
@@ -65,7 +65,10 @@ class Jobs:
         call: Callable[[], Awaitable[Any]],
         turn: AbstractAsyncContextManager[None] | None = None,
     ) -> Job:
-        """Start ``call``, inside ``turn`` if it has to wait; a request equal to one under way joins that."""
+        """Start ``call``, inside ``turn`` if it has to wait; a request equal to one under way joins that.
+
+        On return the wait has begun: what a client sends once it is answered comes behind it.
+        """
         for job in self.running():
             if (job.kernel_id, job.verb, job.parameters) == (kernel_id, verb, parameters):
                 return job
@@ -74,6 +77,7 @@ class Jobs:
         run = self._run(job, call, turn or contextlib.nullcontext())
         task = self._tasks[job.id] = asyncio.create_task(run, name=f"gpu-ckpt {verb} {kernel_id}")
         task.add_done_callback(lambda _: self._ended(job))  # also if it is cancelled before it has begun
+        await asyncio.sleep(0)  # tasks run in the order in which they were made ready: this one has begun then
         return job
 
     def is_under_way(self, kernel_id: str, verb: str) -> bool:

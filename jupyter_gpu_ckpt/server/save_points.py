@@ -41,7 +41,7 @@ class SaveHandler(Handler):
             image = await provisioner.save(name, await notebooks.document(self.serverapp, kernel_id))
             return save_point.described(image)
 
-        self.reply_started(self.app.jobs.start(kernel_id, "save", parameters, save, turn))
+        self.reply_started(await self.app.jobs.start(kernel_id, "save", parameters, save, turn))
 
 
 class BackHandler(Handler):
@@ -70,7 +70,7 @@ class BackHandler(Handler):
             before = await provisioner.back(name, files, document, gpu_map=gpu_map)
             return {**save_point.described(before), "notebook": "", "notebook_error": None}
 
-        self.reply_started(self.app.jobs.start(kernel_id, "back", parameters, back, turn))
+        self.reply_started(await self.app.jobs.start(kernel_id, "back", parameters, back, turn))
 
     async def _checked(self, provisioner: GpuCkptProvisioner, *choices: Any) -> Image:
         """Return the save point, as `_check`; one that is being saved, or that a cell has requested, is waited for."""

@@ -96,3 +96,34 @@ def test_an_answer_that_comes_late_is_passed_on(up: World) -> None:
     finally:
         up.kernel.process.send_signal(18)
     assert reply(client, asked, "control")["msg_type"] == "kernel_info_reply"
+
+
+#: A kernel in which a moment passes between a cell's reply and its idle.
+SLOW_TO_END = """
+import sys, time
+from ipykernel.ipkernel import IPythonKernel
+from ipykernel.kernelapp import IPKernelApp
+
+class Slow(IPythonKernel):
+    async def execute_request(self, *arguments):
+        await super().execute_request(*arguments)
+        time.sleep(0.5)
+
+IPKernelApp.launch_instance(sys.argv[1:], kernel_class=Slow)
+"""
+
+
+def test_a_cell_that_has_its_reply_and_may_still_request_a_verb_is_named(tmp_path: Path) -> None:
+    kernel = Kernel("-c", SLOW_TO_END)
+    try:
+        world = World(kernel, tmp_path)
+        world.up()
+        client = world.client(hb=False)
+        reply(client, client.execute("1", silent=True))
+        under_way = world.gate.under_way
+        assert (under_way.cells, under_way.ending) == (0, True)
+        until(lambda: not world.gate.under_way.ending, "its idle has come")
+        client.stop_channels()
+        world.gate.stop()
+    finally:
+        kernel.remove()

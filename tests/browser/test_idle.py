@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from axe import assert_accessible, tab_until
+from axe import assert_accessible, assert_accessible_in_both_themes, tab_until
 from desktop import BUTTON, NOTEBOOK, STATUS, TOAST, WAKING, end_kernels, lab, write_notebook
 from fake_gpus import GIB, SUPPORT
 from harness import DAEMON, END_DAEMON
@@ -208,14 +208,12 @@ def test_variables_are_saved_and_come_back_in_the_panel(tab):
     dialog.get_by_role("row", name=re.compile("^x changed int")).wait_for()
     dialog.get_by_role("row", name=re.compile("^y added")).wait_for()
     assert dialog.get_by_role("status").inner_text().startswith("1 changed, 1 added, 0 gone, ")
-    tab.picture("comparison")
-    assert_accessible(page, ".jp-Dialog")
+    assert_accessible_in_both_themes(tab, ".jp-Dialog", "comparison")
     dialog.get_by_role("button", name="Close").press("Enter")
     dialog.wait_for(state="detached")
     row.get_by_role("button", name="Branch from before", exact=True).press("Enter")
     dialog.get_by_text("a copy of the notebook").wait_for()
-    tab.picture("branch-plan")
-    assert_accessible(page, ".jp-Dialog")
+    assert_accessible_in_both_themes(tab, ".jp-Dialog", "branch-plan")
     dialog.get_by_role("button", name="Start").press("Enter")
     dialog.wait_for(state="detached")
     branched = page.wait_for_function(KERNEL_IN_FRONT, arg="train-Copy1.ipynb").json_value()
@@ -230,8 +228,7 @@ def test_variables_are_saved_and_come_back_in_the_panel(tab):
     back.click()
     dialog.get_by_text("saved before", exact=False).first.wait_for()
     dialog.get_by_label("The notebook goes back, too").check()
-    tab.picture("going-back")
-    assert_accessible(page, ".jp-Dialog")
+    assert_accessible_in_both_themes(tab, ".jp-Dialog", "going-back")
     dialog.locator(".jp-mod-accept").click()
     undo = row.get_by_role("button", name=re.compile("^Go back to before going back"))
     undo.wait_for()  # a cell before would refuse it: the kernel is busy then

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from axe import assert_accessible, tab_until
+from axe import assert_accessible, assert_accessible_in_both_themes, tab_until
 from desktop import NOTEBOOK, Tab, lab, write_notebook
 from fake_gpus import CONFIG
 from live import TOKEN
@@ -151,14 +151,7 @@ def test_two_branches_of_lineage_are_two_lanes_and_are_said_in_words(tab):
         "items => items.map(item => [item, item.querySelector('svg')].map(e => e.clientHeight))"
     )
     assert all(abs(row - graph) <= 1 for row, graph in heights), "the lines of two rows meet"
-    assert_accessible(tab.page, PANEL)
-    tab.picture("save-points")
-    tab.page.evaluate("window.jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Dark' })")
-    tab.page.locator('body[data-jp-theme-name="JupyterLab Dark"]').wait_for(state="attached")
-    assert_accessible(tab.page, PANEL)
-    tab.picture("save-points-dark")
-    tab.page.evaluate("window.jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Light' })")
-    tab.page.locator('body[data-jp-theme-name="JupyterLab Light"]').wait_for(state="attached")
+    assert_accessible_in_both_themes(tab, PANEL, "save-points")
 
 
 def test_of_two_files_one_is_put_back_and_the_other_left(tab):
@@ -191,8 +184,7 @@ def test_of_two_files_one_is_put_back_and_the_other_left(tab):
     first.get_by_label("As it was then").check()
     assert accept.is_disabled()
     second.get_by_label("As it is now").check()
-    assert_accessible(page, ".jp-Dialog")
-    tab.picture("files")
+    assert_accessible_in_both_themes(tab, ".jp-Dialog", "files")
     accept.click()
     points.get_by_role("button", name=re.compile("^Go back to before going back")).wait_for()
     assert server.run(kernel_id, "print(x)") == "41"

@@ -32,3 +32,18 @@ def tab_until(page: Any, selector: str, presses: int = 120) -> None:
         if page.evaluate("selector => document.activeElement?.closest(selector) !== null", selector):
             return
     raise AssertionError(f"{selector} is not reached by the Tab key")
+
+
+def assert_accessible_in_both_themes(tab: Any, part: str, picture: str) -> None:
+    """Assert that, and take a picture of each; the dark one has ``-dark`` in its name."""
+    tab.picture(picture)
+    assert_accessible(tab.page, part)
+    _set_theme(tab.page, "JupyterLab Dark")
+    tab.picture(f"{picture}-dark")
+    assert_accessible(tab.page, part)
+    _set_theme(tab.page, "JupyterLab Light")
+
+
+def _set_theme(page: Any, theme: str) -> None:
+    page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', { theme })", theme)
+    page.locator(f'body[data-jp-theme-name="{theme}"]').wait_for(state="attached")

@@ -116,6 +116,46 @@ for _ in range({rounds} + 1):
     found['back'].append(seconds(process.restore, process.unlock))
 print(json.dumps(dict((name, each[1:]) for name, each in found.items())))
 """
+#: A program that has GiB of a GPU, as the library would serve them, releases them, and makes them again.
+LARGE_SUBJECT = """
+import itertools, sys, time
+from cuda.bindings import driver as cu
+def do(call, *arguments):
+    error, *found = call(*arguments)
+    if error != cu.CUresult.CUDA_SUCCESS:
+        sys.exit(f'{{call.__name__}}: {{error}}')
+    return found[0] if found else None
+do(cu.cuInit, 0)
+device = do(cu.cuDeviceGet, 0)
+do(cu.cuCtxSetCurrent, do(cu.cuDevicePrimaryCtxRetain, device))
+size = {gib} << 30
+where = cu.CUmemAllocationProp()
+where.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+where.requestedHandleTypes = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+where.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+where.location.id = 0
+access = cu.CUmemAccessDesc()
+access.location = where.location
+access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+address = do(cu.cuMemAddressReserve, size, 0, 0, 0)
+handle = None
+def make():
+    global handle
+    handle = do(cu.cuMemCreate, size, where, 0)
+    do(cu.cuMemMap, address, size, 0, handle, 0)
+    do(cu.cuMemSetAccess, address, size, [access], 1)
+def use():
+    do(cu.cuMemsetD8, address, 1, size)
+    do(cu.cuCtxSynchronize)
+def release():
+    do(cu.cuMemUnmap, address, size)
+    do(cu.cuMemRelease, handle)
+make()
+for line in itertools.chain(['use'], sys.stdin):
+    began = time.perf_counter()
+    globals()[line.strip()]()
+    print(time.perf_counter() - began, flush=True)
+"""
 
 
 @dataclass(frozen=True)
@@ -228,6 +268,55 @@ async def driver(bench: Bench) -> list[Figure]:
         for way, words in (("out", "lock and checkpoint"), ("back", "restore and unlock")):
             bench.medians[f"driver {mib} {way}"] = statistics.median(found[way])
             figures.append(Figure(f"the driver alone, {name}: {words}", found[way]))
+    return figures
+
+
+def released(gib: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of the driver alone for a process that releases so many GiB, is suspended at once and has them again."""
+    from cuda.core import checkpoint
+
+    code = LARGE_SUBJECT.format(gib=gib)
+    subject = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert subject.stdin is not None and subject.stdout is not None
+    found: dict[str, list[float]] = {"release": [], "lock and checkpoint": [], "restore and unlock": [], "make": []}
+
+    def seconds(*calls: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        for call in calls:
+            call()
+        return time.perf_counter() - began
+
+    def told(word: str) -> float:
+        subject.stdin.write(f"{word}\n")
+        subject.stdin.flush()
+        return float(subject.stdout.readline())
+
+    try:
+        float(subject.stdout.readline())
+        process = checkpoint.Process(subject.pid)
+        for turn in range(rounds + 1):
+            values = [
+                told("release"),
+                seconds(lambda: process.lock(timeout_ms=30000), process.checkpoint),
+                seconds(process.restore, process.unlock),
+                told("make"),
+            ]
+            told("use")
+            if turn:  # the first one loads what the driver needs
+                for name, value in zip(found, values, strict=True):
+                    found[name].append(value)
+    finally:
+        subject.kill()
+        subject.wait()
+    return found
+
+
+async def driver_large(bench: Bench) -> list[Figure]:
+    """The driver alone, of a context whose process has released as much as JAX takes by default, and `EACH` GiB."""
+    figures = []
+    for gib in (EACH, int(Gpus().list()[0].total * 0.75) // GIB):
+        found = await asyncio.to_thread(released, gib, bench.rounds)
+        figures += [Figure(f"the driver alone, {gib} GiB: {name}", values) for name, values in found.items()]
     return figures
 
 
@@ -521,6 +610,7 @@ def _loops(program: str, seconds: float, **how: Any) -> Row:
 ROWS = {
     "bus": Row(lambda bench, _: bus(bench), 15),
     "driver": Row(lambda bench, _: driver(bench), 30),
+    "driver-large": Row(lambda bench, _: driver_large(bench), 40, modules=("cuda",)),
     **{name: _each(name) for name in PROGRAMS},
     "kept": Row(kept, 30, ("torch",), host_gib=EACH + 8),
     "jax-peak": Row(

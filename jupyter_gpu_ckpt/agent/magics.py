@@ -95,6 +95,8 @@ def _checkpoint_parser() -> Parser:
         "--accept-changed-files", action="store_true", help="a branch gets files that have changed as they are now"
     )
     parser.add_argument("--reseed", action="store_true", help="a branch gets new seeds for random numbers")
+    gpu = "with --branch or --back: on this GPU, by its number in nvidia-smi"
+    parser.add_argument("--gpu", type=int, metavar="N", help=gpu)
     parser.add_argument("--protect", metavar="TIME", help="keep idle policies off for 30m, 2h, 1h30m, 1d; off ends it")
     parser.add_argument("--help", action="store_true", help="this text")
     return parser
@@ -156,9 +158,11 @@ class GpuMagics:
         how = {name: getattr(options, name) for name in ("accept_differences", "accept_changed_files", "reseed")}
         if any(how.values()) and options.branch is None:
             raise UsageError("--accept-differences, --accept-changed-files and --reseed are for --branch.")
+        if options.gpu is not None and options.branch is None and not options.back:
+            raise UsageError("--gpu is for --branch and --back.")
         with limits_explained():
             if options.branch is not None:
-                self._branch(options.branch, **how)
+                self._branch(options.branch, options.gpu, **how)
             elif options.status:
                 self._print_status()
             elif options.list:
@@ -168,7 +172,7 @@ class GpuMagics:
             elif options.save:
                 self._save(options.save)
             elif options.back:
-                self._back(options.back, options.files)
+                self._back(options.back, options.files, options.gpu)
             elif options.saves:
                 self._list_saves()
             elif options.compare:
@@ -224,9 +228,9 @@ class GpuMagics:
             cost = f"about {human(status['image_bytes'])}, {seconds['saved']:.1f} s"
             print(f"Checkpoint after this cell: {cost}. Run a cell to bring it back (about {seconds['back']:.1f} s).")
 
-    def _branch(self, name: str, **how: bool) -> None:
-        self._server.request("may_branch", name=name)
-        self._server.schedule("branch", name=name, how=how)
+    def _branch(self, name: str, gpu: int | None, **how: bool) -> None:
+        self._server.request("may_branch", name=name, gpu=gpu)
+        self._server.schedule("branch", name=name, how=how, gpu=gpu)
         point = f"save point {name!r}" if name else "this kernel, which is saved"
         print(f"After this cell another kernel starts from {point}. The next cell says which.")
 
@@ -282,11 +286,11 @@ class GpuMagics:
         self._server.schedule("save", name=name)
         print(f"Save point {name!r} after this cell: about {human(status['image_bytes'])}. The kernel runs on.")
 
-    def _back(self, name: str, words: list[str] | None) -> None:
+    def _back(self, name: str, words: list[str] | None, gpu: int | None) -> None:
         files = files_chosen(words or [])
-        self._server.request("may_go_back", name=name, files=files)
+        self._server.request("may_go_back", name=name, files=files, gpu=gpu)
         self._require_possible(writes=True)
-        self._server.schedule("back", name=name, files=files)
+        self._server.schedule("back", name=name, files=files, gpu=gpu)
         print(f"Going back to {name!r} after this cell. The present state is saved first: --saves lists it then.")
 
     def _require_possible(self, *, writes: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CudaError, GpuFull
+from ..errors import BadRequest, CudaError, GpuFull
 from ..units import size
 from . import gpu_locks
 from .checkpoint_api import DriverRefused
@@ -190,3 +190,20 @@ def gpu_mapping(
     unused = iter([uuid for uuid in node if uuid not in mapping.values()])
     complete = {uuid: mapping[uuid] if uuid in mapping else next(unused) for uuid in saved}
     return None if all(old == new for old, new in complete.items()) else complete
+
+
+def map_to(number: int, used: Mapping[str, int], node: Sequence[Gpu]) -> dict[str, str]:
+    """Return the pair for `gpu_mapping` by which a kernel is restored on the node's GPU of this number (`Gpu.index`).
+
+    ``used``: its bytes by UUID.  Raises `BadRequest` where it does not use exactly one GPU, or there is none of that
+    number.
+    """
+    before = [uuid for uuid, bytes in used.items() if bytes]
+    if len(before) != 1:
+        message = f"A number chooses the GPU of a kernel that uses one; this uses {len(before) or 'none'}."
+        raise BadRequest(message, hint="By REST and in programs, gpu_map chooses each of several.")
+    here = {gpu.index: gpu.uuid for gpu in node}
+    if number not in here:
+        present = ", ".join(f"GPU {each}" for each in sorted(here))
+        raise BadRequest(f"There is no GPU {number} here; there are {present}.")
+    return {before[0]: here[number]}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ..cuda import gpus as node_gpus
 from ..cuda.gpus import Gpu
 from ..errors import (
     BadRequest,
@@ -95,9 +96,9 @@ class AgentRequests:
             "saves": lambda: save_points(lifecycle),
             "may_save": lambda: may_save(lifecycle, str(content.get("name", "")), requested),
             "may_go_back": lambda: may_go_back(
-                lifecycle, str(content.get("name", "")), content.get("files"), requested
+                lifecycle, str(content.get("name", "")), content.get("files"), requested, content.get("gpu")
             ),
-            "may_branch": lambda: may_branch(lifecycle, str(content.get("name", "")), requested),
+            "may_branch": lambda: may_branch(lifecycle, str(content.get("name", "")), requested, content.get("gpu")),
             "compare": lambda: compare(lifecycle, content.get("names"), content.get("present")),
             "delete": lambda: delete(lifecycle, str(content.get("name", ""))),
             "protect": lambda: self.protect(content.get("seconds")),
@@ -259,20 +260,39 @@ def _is_saved_first(requested: Iterable[Mapping[str, Any]], name: str) -> bool:
     return any(each.get("verb") == "save" and each.get("name") == name for each in requested)
 
 
-def may_branch(lifecycle: Lifecycle, name: str, requested: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def map_to(lifecycle: Lifecycle, used: Mapping[str, int], gpu: Any) -> dict[str, str] | None:
+    """Return the mapping to the GPU of that number of a kernel that has so many bytes by GPU; None without a number.
+
+    Raises as `cuda.gpus.map_to`.
+    """
+    if gpu is None:
+        return None
+    if type(gpu) is not int:
+        raise BadRequest("A GPU is chosen by its number.")
+    return node_gpus.map_to(gpu, used, lifecycle.engine.gpus.list())
+
+
+def may_branch(
+    lifecycle: Lifecycle, name: str, requested: Sequence[Mapping[str, Any]], gpu: Any = None
+) -> dict[str, Any]:
     """Raise `StateError` if a cell has requested to go back, `SavePointNotFound` for a name that no save point has.
 
-    ``name``: of a save point, or "" for the kernel as it is.
+    ``name``: of a save point, or "" for the kernel as it is.  ``gpu``: the number of the chosen one, or None; raises as
+    `map_to`.
     """
     _require_stays(requested)
     is_made = _is_saved_first(requested, name) or lifecycle.kernel.publishes_save_point  # then the branch waits for it
+    point = None
     if name and not is_made:
-        save_point.find(lifecycle.engine.store.images(), lifecycle.home.kernel_id, name)
+        point = save_point.find(lifecycle.engine.store.images(), lifecycle.home.kernel_id, name)
+    if gpu is not None:
+        used = point.manifest.device_bytes if point is not None else host_memory.device_bytes(lifecycle.kernel)
+        map_to(lifecycle, used, gpu)
     return {}
 
 
 def may_go_back(
-    lifecycle: Lifecycle, name: str, files: Any, requested: Sequence[Mapping[str, Any]] = ()
+    lifecycle: Lifecycle, name: str, files: Any, requested: Sequence[Mapping[str, Any]] = (), gpu: Any = None
 ) -> dict[str, Any]:
     """Raise what prevents the kernel from going back, as far as it shows while a cell runs.
 
@@ -289,7 +309,7 @@ def may_go_back(
     point = _find(lifecycle, _save_points(lifecycle), name)
     choice = going_back.require_choice(files)
     if not point.archived:  # else its content is fetched first
-        going_back.check(lifecycle.kernel, point, choice)
+        going_back.check(lifecycle.kernel, point, choice, map_to(lifecycle, point.manifest.device_bytes, gpu))
     return {}
 
 

@@ -29,7 +29,7 @@ from ..files.atomic import write_atomically
 from ..gate.gate import Gate, GateState
 from ..image import branch
 from ..image.branch import NewKernel
-from ..image.save_point import SavePoint
+from ..image.save_point import SavePoint, find
 from ..image.store import Image
 from ..lifecycle import going_back
 from ..lifecycle.context import Engine, Home
@@ -42,7 +42,7 @@ from ..terminal_text import printable
 from ..trace import Sink, StepEvent, Trace
 from . import automatic_saves, branching
 from .agent_injection import NOTICE, rewrite
-from .agent_requests import AgentRequests
+from .agent_requests import AgentRequests, map_to
 from .directories import make_runtime_dir, short_socket_path, writing
 from .engine import shared_exchange
 from .gpu_sharing import GpuSharing
@@ -705,7 +705,7 @@ class KernelHost:
             "save": lambda: lifecycle.save(SavePoint(name), notebook()),
             "save_after_cell": lambda: self._save_after_cell(lifecycle, gate),
             "save_before_cell": lambda: self._save_before_cell(lifecycle, gate, str(content.get("cell"))),
-            "back": lambda: lifecycle.back(name, going_back.require_choice(content.get("files")), notebook()),
+            "back": lambda: self._go_back(lifecycle, content),
         }
         verb = str(content.get("verb"))
         if verb == "shutdown":
@@ -750,6 +750,13 @@ class KernelHost:
         except BaseException:
             forget()
             raise
+
+    def _go_back(self, lifecycle: Lifecycle, content: Mapping[str, Any]) -> None:
+        name, gpu, gpu_map = str(content.get("name", "")), content.get("gpu"), None
+        if gpu is not None:
+            point = find(lifecycle.engine.store.images(), self.kernel_id, name)
+            gpu_map = map_to(lifecycle, point.manifest.device_bytes, gpu)
+        lifecycle.back(name, going_back.require_choice(content.get("files")), self._owner.notebook(), gpu_map)
 
     def _goes_back_next(self) -> bool:
         """Return whether a cell has requested to go back, and the kernel is not drained for that yet."""

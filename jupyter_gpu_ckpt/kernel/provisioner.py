@@ -46,7 +46,7 @@ from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
 from . import automatic_saves, branching, kernelspecs
 from .agent_injection import NOTICE, PLAIN, rewrite
-from .agent_requests import AgentRequests
+from .agent_requests import AgentRequests, map_to
 from .branching import BranchPlan
 from .directories import default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
@@ -354,13 +354,14 @@ class GpuCkptProvisioner(LocalProvisioner):
         save = self._checkpointable().save
         return await self._host.worker.verb(f"save {name}", save, SavePoint(name), notebook)
 
-    async def branch(self, name: str = "", **how: Any) -> str:
+    async def branch(self, name: str = "", *, gpu: int | None = None, **how: Any) -> str:
         """Start another kernel from a save point of this one, by the manager of both, and return the new kernel's id.
 
         ``name``: of the save point; without a name from this kernel as it is now: it is saved first if it is awake.
-        ``how``: fields of `BranchPoint` but its image.  After failure there is no new kernel, and this one is as it
-        was; an image that was made for it is kept.  Raises `StateError` without a manager of several kernels,
-        `SavePointNotFound`, `BranchDiffers`, `BranchUnsafe`, and as `restore`.
+        ``how``: fields of `BranchPoint` but its image; ``gpu``: a GPU's number, in place of its ``gpu_map`` where one
+        GPU is used.  After failure there is no new kernel, and this one is as it was; an image that was made for it is
+        kept.  Raises `StateError` without a manager of several kernels, `SavePointNotFound`, `BranchDiffers`,
+        `BranchUnsafe`, and as `restore`.
         """
         manager = self.parent
         kernels: Any = getattr(manager, "parent", None)
@@ -368,6 +369,8 @@ class GpuCkptProvisioner(LocalProvisioner):
             hint = "Give `BranchPoint` as the argument branch_of to the start_kernel of another kernel manager."
             raise StateError("This kernel's manager has no other kernels.", hint=hint)
         image = await self.branch_image(name)
+        if gpu is not None:
+            how["gpu_map"] = await asyncio.to_thread(map_to, self._checkpointable(), image.manifest.device_bytes, gpu)
         point = BranchPoint(image.id, **how)
         if (start := getattr(kernels, "start_branch", None)) is not None:  # the server's, with a notebook
             return str(await start(self.kernel_id, point))
@@ -780,11 +783,12 @@ class GpuCkptProvisioner(LocalProvisioner):
         how = content.get("how")
         # One that is not set is as the settings say.
         flags = {name: True for name in BRANCH_FLAGS if isinstance(how, dict) and how.get(name) is True}
+        gpu = content.get("gpu")
 
         async def branch() -> None:
             kernel_id, notebook, failure = "", "", None
             try:
-                kernel_id = await self.branch(str(content.get("name", "")), **flags)
+                kernel_id = await self.branch(str(content.get("name", "")), gpu=gpu, **flags)
                 notebook = self._notebook_of_branch(kernel_id)
             except Exception as error:
                 failure = GpuCkptError.from_exception(error)

@@ -175,6 +175,8 @@ async def test_nothing_is_released_when_the_kernel_stays(kernel):
         ("--branch a --delete b", "--delete alone"),
         ("--branch --suspend", "--delete alone"),
         ("--save a --accept-changed-files", "are for --branch"),
+        ("--save a --gpu 1", "--gpu is for --branch and --back"),
+        ("--branch a --gpu one", "invalid int value: 'one'"),
         ("--save ''", "a value that is not empty"),
         ("--delete ''", "a value that is not empty"),
         ("--save a --files then", "--files goes with --back"),

@@ -286,7 +286,7 @@ def released(gib: int, rounds: int) -> dict[str, list[float]]:
             call()
         return time.perf_counter() - began
 
-    def told(word: str) -> float:
+    def timed(word: str) -> float:
         subject.stdin.write(f"{word}\n")
         subject.stdin.flush()
         return float(subject.stdout.readline())
@@ -296,12 +296,12 @@ def released(gib: int, rounds: int) -> dict[str, list[float]]:
         process = checkpoint.Process(subject.pid)
         for turn in range(rounds + 1):
             values = [
-                told("release"),
+                timed("release"),
                 seconds(lambda: process.lock(timeout_ms=30000), process.checkpoint),
                 seconds(process.restore, process.unlock),
-                told("make"),
+                timed("make"),
             ]
-            told("use")
+            timed("use")
             if turn:  # the first one loads what the driver needs
                 for name, value in zip(found, values, strict=True):
                     found[name].append(value)
@@ -630,7 +630,7 @@ ROWS = {
 }
 #: Parts that fit into ten minutes each.
 GROUPS = {
-    "frameworks": (*PROGRAMS, "kept", "jax-peak", "jax-small"),
+    "frameworks": (*PROGRAMS, "kept", "jax-peak", "jax-small", "driver-large"),
     "large": ("mirrored", "untouched", "exchange", "exchange-mirrored"),
     "rest": ("context", "loops-torch", "loops-expandable", "loops-async", "loops-cupy", "loops-cupy-async"),
 }

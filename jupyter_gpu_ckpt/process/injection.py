@@ -144,17 +144,17 @@ class Injection(NamedTuple):
             yield "a keyring of a thread"
         if self.call("keyctl", KEYCTL_GET_KEYRING_ID, _PROCESS_KEYRING) > 0:
             yield "a keyring of its own"
-        with contextlib.suppress(OSError):  # a Linux without keyrings
-            mine = syscalls.call("keyctl", KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
-            theirs = self.call("keyctl", KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
-            # A process that has joined none has its user's, and may have changed its user.
-            changed = user != os.getuid()
-            users = self.call("keyctl", KEYCTL_GET_KEYRING_ID, _USER_SESSION_KEYRING)
-            if theirs != mine and not (changed and theirs == users):
-                yield "a session keyring of its own"
-            # A user's keyring belongs to a user namespace, and an ordinary user's capsule has one of its own.
-            if os.geteuid() != 0 and syscalls.call("keyctl", KEYCTL_READ, _USER_KEYRING) > 0:
-                yield "keys in the user's keyring"
+        # Errors are compared as well: of a Linux without keyrings, or of the keyring of a login that has ended.
+        mine = _keyctl(KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
+        theirs = self.call("keyctl", KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
+        # A process that has joined none has its user's, and may have changed its user.
+        changed = user != os.getuid()
+        users = self.call("keyctl", KEYCTL_GET_KEYRING_ID, _USER_SESSION_KEYRING)
+        if theirs != mine and not (changed and theirs == users):
+            yield "a session keyring of its own"
+        # A user's keyring belongs to a user namespace, and an ordinary user's capsule has one of its own.
+        if os.geteuid() != 0 and _keyctl(KEYCTL_READ, _USER_KEYRING) > 0:
+            yield "keys in the user's keyring"
         if "modify_ldt" in NUMBERS:
             with self.on_stack(bytes(8)) as address:
                 if self.call("modify_ldt", 0, address, 8) > 0:
@@ -240,3 +240,11 @@ def _bystander(user: int, group: int) -> Iterator[int]:
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def _keyctl(*arguments: int) -> int:
+    """Return the result of this process's own call; negative results are errors."""
+    try:
+        return syscalls.call("keyctl", *arguments)
+    except OSError as error:
+        return -(error.errno or 0)

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -901,6 +902,32 @@ def test_what_only_a_stopped_process_shows_is_refused_by_its_name(criu, capsule,
     assert [refusal["what"] for refusal in capsule.inspect()["refusals"]] == [next_of(words, capsule)]
     capsule.resume_processes()
     assert subject.tell("answer = 41 + 1") == "42"
+
+
+@pytest.fixture
+def capsule_of_a_login_that_has_ended(directory):
+    """A capsule whose session keyring is revoked, as that of a server is when its user has logged out."""
+
+    def create() -> Capsule:
+        syscalls.call("keyctl", 1, 0)  # a session keyring of this thread
+        syscalls.call("keyctl", 3, -3)  # revoked
+        with pytest.raises(OSError):
+            syscalls.call("keyctl", 0, -3)
+        return Capsule.create(directory)
+
+    with ThreadPoolExecutor(1) as thread, thread.submit(create).result() as capsule:
+        yield capsule
+
+
+@pytest.mark.parametrize("name", [None, *(name for name in REFUSED_STOPPED if "keyring" in name)])
+def test_keys_are_seen_where_a_login_has_ended(criu, capsule_of_a_login_that_has_ended, home, name):
+    capsule = capsule_of_a_login_that_has_ended
+    subject = Subject(capsule)
+    if name is not None:
+        assert subject.tell(PRELUDE + REFUSED_STOPPED[name][0]) == "None"
+    criu.dump(capsule, image(home), timeout=60)
+    found = [refusal["what"] for refusal in capsule.inspect()["refusals"]]
+    assert found == ([] if name is None else [next_of(REFUSED_STOPPED[name][1], capsule)])
 
 
 def test_how_a_child_ended_comes_back_or_is_refused(criu, capsule, home):

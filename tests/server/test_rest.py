@@ -246,6 +246,7 @@ def test_the_magic_counts_connections_but_not_what_listens_for_them(live, kernel
 
 def test_preflight_says_that_a_cell_waits_for_input(live, kernel_id):
     with live.client(kernel_id) as client:
+        client.wait_for_ready(timeout=60)  # else the question may come before its channel is connected, and is lost
         cell = client.execute("said = input('? ')", allow_stdin=True)
         client.get_stdin_msg(timeout=60)
         findings = live.get(f"gpu-ckpt/kernels/{kernel_id}/preflight")["findings"]

@@ -36,7 +36,7 @@ def saves(living, kernel_id: str) -> list[str]:
     """The reasons of the kernel's save points, oldest first."""
     found = living.get(f"gpu-ckpt/kernels/{kernel_id}/saves")
     assert all(each["automatic"] for each in found)
-    return [each["name"].rpartition(" 20")[0] for each in found]
+    return [each["name"].partition(" 20")[0] for each in found]
 
 
 def said(living, kernel_id: str) -> str:
@@ -250,7 +250,7 @@ async def test_after_each_cell(tmp_path, runtime_base, criu_binary):
         await until_async(lambda: list(cells()) == [10, 11])
         await until_async(lambda: keeps() >= 6)
         assert keeps() == 6
-        assert {name.rpartition(" 20")[0] for name in cells().values()} == {"after a cell"}
+        assert {name.partition(" 20")[0] for name in cells().values()} == {"after a cell"}
         await kernel.provisioner.back(cells()[10])
         assert await kernel.run("print(x)") == "4"
 

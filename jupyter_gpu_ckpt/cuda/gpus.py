@@ -192,7 +192,7 @@ def gpu_mapping(
     return None if all(old == new for old, new in complete.items()) else complete
 
 
-def map_to(number: int, used: Mapping[str, int], node: Sequence[Gpu]) -> dict[str, str]:
+def pair_of_one(number: int, used: Mapping[str, int], node: Sequence[Gpu]) -> dict[str, str]:
     """Return the pair for `gpu_mapping` by which a kernel is restored on the node's GPU of this number (`Gpu.index`).
 
     ``used``: its bytes by UUID.  Raises `BadRequest` where it does not use exactly one GPU, or there is none of that

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..cuda import gpus as node_gpus
-from ..cuda.gpus import Gpu
+from ..cuda.gpus import Gpu, pair_of_one
 from ..errors import (
     BadRequest,
     GpuCkptError,
@@ -260,16 +259,16 @@ def _is_saved_first(requested: Iterable[Mapping[str, Any]], name: str) -> bool:
     return any(each.get("verb") == "save" and each.get("name") == name for each in requested)
 
 
-def map_to(lifecycle: Lifecycle, used: Mapping[str, int], gpu: Any) -> dict[str, str] | None:
+def gpu_map_to(lifecycle: Lifecycle, used: Mapping[str, int], gpu: Any) -> dict[str, str] | None:
     """Return the mapping to the GPU of that number of a kernel that has so many bytes by GPU; None without a number.
 
-    Raises as `cuda.gpus.map_to`.
+    Raises as `pair_of_one`.
     """
     if gpu is None:
         return None
     if type(gpu) is not int:
         raise BadRequest("A GPU is chosen by its number.")
-    return node_gpus.map_to(gpu, used, lifecycle.engine.gpus.list())
+    return pair_of_one(gpu, used, lifecycle.engine.gpus.list())
 
 
 def may_branch(
@@ -278,7 +277,7 @@ def may_branch(
     """Raise `StateError` if a cell has requested to go back, `SavePointNotFound` for a name that no save point has.
 
     ``name``: of a save point, or "" for the kernel as it is.  ``gpu``: the number of the chosen one, or None; raises as
-    `map_to`.
+    `gpu_map_to`.
     """
     _require_stays(requested)
     is_made = _is_saved_first(requested, name) or lifecycle.kernel.publishes_save_point  # then the branch waits for it
@@ -287,7 +286,7 @@ def may_branch(
         point = save_point.find(lifecycle.engine.store.images(), lifecycle.home.kernel_id, name)
     if gpu is not None:
         used = point.manifest.device_bytes if point is not None else host_memory.device_bytes(lifecycle.kernel)
-        map_to(lifecycle, used, gpu)
+        gpu_map_to(lifecycle, used, gpu)
     return {}
 
 
@@ -309,7 +308,7 @@ def may_go_back(
     point = _find(lifecycle, _save_points(lifecycle), name)
     choice = going_back.require_choice(files)
     if not point.archived:  # else its content is fetched first
-        going_back.check(lifecycle.kernel, point, choice, map_to(lifecycle, point.manifest.device_bytes, gpu))
+        going_back.check(lifecycle.kernel, point, choice, gpu_map_to(lifecycle, point.manifest.device_bytes, gpu))
     return {}
 
 

@@ -42,7 +42,7 @@ from ..terminal_text import printable
 from ..trace import Sink, StepEvent, Trace
 from . import automatic_saves, branching
 from .agent_injection import NOTICE, rewrite
-from .agent_requests import AgentRequests, map_to
+from .agent_requests import AgentRequests, gpu_map_to
 from .directories import make_runtime_dir, short_socket_path, writing
 from .engine import shared_exchange
 from .gpu_sharing import GpuSharing
@@ -755,7 +755,7 @@ class KernelHost:
         name, gpu, gpu_map = str(content.get("name", "")), content.get("gpu"), None
         if gpu is not None:
             point = find(lifecycle.engine.store.images(), self.kernel_id, name)
-            gpu_map = map_to(lifecycle, point.manifest.device_bytes, gpu)
+            gpu_map = gpu_map_to(lifecycle, point.manifest.device_bytes, gpu)
         lifecycle.back(name, going_back.require_choice(content.get("files")), self._owner.notebook(), gpu_map)
 
     def _goes_back_next(self) -> bool:

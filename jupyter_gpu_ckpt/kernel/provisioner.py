@@ -46,7 +46,7 @@ from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
 from . import automatic_saves, branching, kernelspecs
 from .agent_injection import NOTICE, PLAIN, rewrite
-from .agent_requests import AgentRequests, map_to
+from .agent_requests import AgentRequests, gpu_map_to
 from .branching import BranchPlan
 from .directories import default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
@@ -370,7 +370,9 @@ class GpuCkptProvisioner(LocalProvisioner):
             raise StateError("This kernel's manager has no other kernels.", hint=hint)
         image = await self.branch_image(name)
         if gpu is not None:
-            how["gpu_map"] = await asyncio.to_thread(map_to, self._checkpointable(), image.manifest.device_bytes, gpu)
+            how["gpu_map"] = await asyncio.to_thread(
+                gpu_map_to, self._checkpointable(), image.manifest.device_bytes, gpu
+            )
         point = BranchPoint(image.id, **how)
         if (start := getattr(kernels, "start_branch", None)) is not None:  # the server's, with a notebook
             return str(await start(self.kernel_id, point))

@@ -84,10 +84,10 @@ def _name_another_gpu(attempt: Attempt, present: Sequence[Gpu], error: GpuFull) 
     if fits:
         names = {here: saved for saved, here in (attempt.gpu_mapping or {}).items()}
         choice = json.dumps({"gpu_map": {names.get(home.uuid, home.uuid): fits[0].uuid}})
+        by_number = f"`--gpu {fits[0].index}` with --branch or --back, " if len(used) == 1 else ""
         error.hint = (
             f"Nothing is lost. Free memory on the GPU (checkpoint another kernel), or use GPU {fits[0].index}, which "
-            f"has {size(fits[0].free)} free: `--gpu {fits[0].index}` with --branch or --back, {choice} in the request "
-            "by REST, or gpu_map in a program."
+            f"has {size(fits[0].free)} free: {by_number}{choice} in the request by REST, or gpu_map in a program."
         )
 
 

@@ -383,8 +383,9 @@ class TestWidgets:
         assert tab.page.get_by_text("Loading widget").count() == tab.page.locator(SLIDER).count() == 0
         tab.page.locator(".jp-StatusBar-Widget", has_text="| Idle").wait_for()
         tab.picture("sleeping-widgets")
-        kernel = tab.window.server.get(f"gpu-ckpt/kernels/{tab.kernel_id()}")
-        assert kernel["state"] == "checkpointed"
+        server = tab.window.server  # the page of the test before may have left a session
+        (kernel_id,) = (each["kernel"]["id"] for each in server.get("api/sessions") if each["path"] == name)
+        assert server.get(f"gpu-ckpt/kernels/{kernel_id}")["state"] == "checkpointed"
         sleeping.first.get_by_role("button").click()
         tab.page.locator(SLIDER).first.wait_for()
         sleeping.first.wait_for(state="detached")

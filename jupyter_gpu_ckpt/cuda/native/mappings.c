@@ -470,16 +470,16 @@ void mappings_plan(void)
             memories[at].offset = NOT_COPIED;
 }
 
-size_t *mappings_next_offset(size_t *at, size_t *bytes)
+bool mappings_next_placed(size_t *at, struct placed *next)
 {
     while (*at < memory_count) {
         struct memory *memory = &memories[(*at)++];
         if (memory->address == 0)
             continue;
-        *bytes = memory->bytes;
-        return &memory->offset;
+        *next = (struct placed){memory->address, memory->bytes, &memory->offset};
+        return true;
     }
-    return NULL;
+    return false;
 }
 
 bool mappings_have_place(CUdeviceptr address, size_t bytes, size_t offset)

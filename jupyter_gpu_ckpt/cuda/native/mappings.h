@@ -78,9 +78,14 @@ void mappings_in_child(void);
 /* Decide what is swapped.  Its offsets in host memory are those of the last time, if it was swapped then. */
 void mappings_plan(void);
 
-/* The offset in host memory of what is swapped, for the caller to change, and its bytes: the next after ``at``, which
- * begins as 0; NULL at the end. */
-size_t *mappings_next_offset(size_t *at, size_t *bytes);
+/* Memory that is swapped: its address, its bytes, and its offset in host memory, for the caller to change. */
+struct placed {
+    CUdeviceptr address;
+    size_t bytes, *offset;
+};
+
+/* The next of it after ``at``, which begins as 0; false at the end. */
+bool mappings_next_placed(size_t *at, struct placed *next);
 
 /* What is swapped is copied by one mapping of it: the next, likewise; false at the end. */
 struct copied {

@@ -83,21 +83,21 @@ struct amounts swap_amounts(void)
 
 /* -- offsets in host memory */
 
-/* The offset of the next memory of both tables that is copied, and its bytes; NULL at the end. */
-static size_t *next_offset(size_t *at, size_t *bytes)
+/* The next memory of both tables that is copied; false at the end. */
+static bool next_placed(size_t *at, struct placed *next)
 {
     size_t slots;
     struct allocation *table = allocations_table(&slots);
     for (; *at < slots; (*at)++) {
         struct allocation *each = &table[*at];
         if (each->address != 0 && !each->shared && each->context != NULL) {
-            *bytes = each->bytes;
+            *next = (struct placed){each->address, each->bytes, &each->offset};
             (*at)++;
-            return &each->offset;
+            return true;
         }
     }
     size_t mapped = *at - slots;
-    size_t *found = mappings_next_offset(&mapped, bytes);
+    bool found = mappings_next_placed(&mapped, next);
     *at = slots + mapped;
     return found;
 }
@@ -105,24 +105,75 @@ static size_t *next_offset(size_t *at, size_t *bytes)
 /* Decide what is copied, and return its bytes. */
 static size_t plan(void)
 {
-    size_t slots, all = 0, bytes;
+    size_t slots, all = 0;
     struct allocation *table = allocations_table(&slots);
     for (size_t at = 0; at < slots; at++)
         if (table[at].address != 0 && (table[at].shared || table[at].context == NULL))
             table[at].offset = NOT_COPIED;
     mappings_plan();
-    for (size_t at = 0; next_offset(&at, &bytes) != NULL;)
-        all += bytes;
+    struct placed each;
+    for (size_t at = 0; next_placed(&at, &each);)
+        all += each.bytes;
     return all;
+}
+
+static bool fills_extents(size_t bytes) { return bytes % EXTENT_BYTES == 0; }
+
+/* Memory that fills extents comes first, so that it has them for itself: images share the extents that are equal.  Then
+ * by address: what was allocated together often changes together. */
+static bool precedes(const struct placed *one, const struct placed *other)
+{
+    bool first = fills_extents(one->bytes), second = fills_extents(other->bytes);
+    return first != second ? first : one->address < other->address;
+}
+
+/* Have ``heap`` from ``root`` on be a heap, the last one at its root, if all below ``root`` is one. */
+static void sift(struct placed *heap, size_t root, size_t count)
+{
+    struct placed moved = heap[root];
+    for (size_t child; (child = 2 * root + 1) < count; root = child) {
+        if (child + 1 < count && precedes(&heap[child], &heap[child + 1]))
+            child++;
+        if (!precedes(&moved, &heap[child]))
+            break;
+        heap[root] = heap[child];
+    }
+    heap[root] = moved;
+}
+
+/* qsort(3) may allocate, and the program's threads are stopped: one of them may hold the lock of malloc(3). */
+static void sort(struct placed *all, size_t count)
+{
+    for (size_t root = count / 2; root-- > 0;)
+        sift(all, root, count);
+    for (size_t last = count; last-- > 1;) {
+        struct placed first = all[0];
+        all[0] = all[last];
+        all[last] = first;
+        sift(all, 0, last);
+    }
 }
 
 static void place_anew(void)
 {
-    size_t end = 0, bytes, *offset;
-    for (size_t at = 0; (offset = next_offset(&at, &bytes)) != NULL;) {
-        *offset = end;
-        end += bytes;
+    size_t count = 0, end = 0;
+    struct placed each;
+    for (size_t at = 0; next_placed(&at, &each);)
+        count++;
+    size_t bytes = (count + 1) * sizeof each;
+    struct placed *all = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    bool sorted = all != MAP_FAILED;
+    for (size_t at = 0, number = 0; sorted && next_placed(&at, &each); number++)
+        all[number] = each;
+    if (sorted)
+        sort(all, count);
+    for (size_t at = 0, number = 0; sorted ? number < count : next_placed(&at, &each); number++) {
+        const struct placed *next = sorted ? &all[number] : &each; /* without memory, as they are in the tables */
+        *next->offset = end;
+        end += next->bytes;
     }
+    if (sorted)
+        munmap(all, bytes);
 }
 
 /* Pages of host memory, for each whether it has a memory's content. */
@@ -142,18 +193,21 @@ static bool claim(struct layout *layout, size_t offset, size_t count)
     return true;
 }
 
-/* The first hole of so many pages; behind all that there is one. */
+static size_t round_up(size_t page, size_t step) { return (page + step - 1) / step * step; }
+
+/* The first hole of so many pages; behind all that there is one.  Of memory that fills extents: of extents. */
 static size_t hole(struct layout *layout, size_t count)
 {
+    size_t step = fills_extents(count * DIGEST_PAGE) ? EXTENT_BYTES / DIGEST_PAGE : 1;
     while (layout->first_free < layout->end && layout->occupied[layout->first_free])
         layout->first_free++;
-    for (size_t page = layout->first_free; page + count <= layout->end;) {
+    for (size_t page = round_up(layout->first_free, step); page + count <= layout->end;) {
         const char *next = memchr(layout->occupied + page, 1, count);
         if (next == NULL)
             return page;
-        page = (size_t)(next - layout->occupied) + 1;
+        page = round_up((size_t)(next - layout->occupied) + 1, step);
     }
-    return layout->end;
+    return round_up(layout->end, step);
 }
 
 static size_t pages_of(size_t bytes) { return (bytes + DIGEST_PAGE - 1) / DIGEST_PAGE; }
@@ -162,15 +216,17 @@ static size_t pages_of(size_t bytes) { return (bytes + DIGEST_PAGE - 1) / DIGEST
  * waste too much.  An offset of the last time is only a guess at where the content is: its digest decides. */
 static bool place_again(struct layout *layout, size_t all)
 {
-    size_t bytes, *offset, kept = pages_of(host_memory_bytes());
+    size_t kept = pages_of(host_memory_bytes());
+    struct placed each;
     layout->end = kept;
-    for (size_t at = 0; (offset = next_offset(&at, &bytes)) != NULL;)
-        if (*offset != NOT_COPIED && (*offset + bytes > host_memory_bytes() || !claim(layout, *offset, pages_of(bytes))))
-            *offset = NOT_COPIED;
-    for (size_t at = 0; (offset = next_offset(&at, &bytes)) != NULL;)
-        if (*offset == NOT_COPIED) {
-            *offset = hole(layout, pages_of(bytes)) * DIGEST_PAGE;
-            if (!claim(layout, *offset, pages_of(bytes)))
+    for (size_t at = 0; next_placed(&at, &each);)
+        if (*each.offset != NOT_COPIED && (*each.offset + each.bytes > host_memory_bytes() ||
+                                           !claim(layout, *each.offset, pages_of(each.bytes))))
+            *each.offset = NOT_COPIED;
+    for (size_t at = 0; next_placed(&at, &each);)
+        if (*each.offset == NOT_COPIED) {
+            *each.offset = hole(layout, pages_of(each.bytes)) * DIGEST_PAGE;
+            if (!claim(layout, *each.offset, pages_of(each.bytes)))
                 return false;
         }
     return layout->end * DIGEST_PAGE <= all + all / 4 + 4 * EXTENT_BYTES;

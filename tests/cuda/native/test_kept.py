@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -77,6 +78,29 @@ def test_memory_that_is_freed_and_memory_that_is_new(subject, control):
     for number in (numbers[0], numbers[2], numbers[3]):
         subject.free(number)
     assert swap(subject, control) == 0
+
+
+def test_memory_that_fills_extents_shares_none_with_other_memory(subject, control):
+    """So a save point has no more chunks of its own than its device memory has that changed."""
+    files, values = extents(subject), itertools.count(1)
+
+    def changed(*numbers: int) -> int:
+        for number in numbers:
+            subject.ask("poke", number, 0, 16 * MIB, next(values))
+        before = {path.name: path.read_bytes() for path in files.iterdir()}
+        swap(subject, control)
+        return sum(before.get(path.name) != path.read_bytes() for path in files.iterdir())
+
+    few = [subject.alloc(1, size * MIB, "cuda", "full") for size in (2, 16, 6, 32, 2, 16)]
+    mapped = [subject.alloc(2, size * MIB, "map", "full") for size in (2, 16)]
+    swap(subject, control)
+    assert changed(few[1]) == 1
+    assert changed(few[3], few[5], mapped[1]) == 3
+    subject.free(few[1])
+    subject.alloc(1, 2 * MIB, "cuda", "full")  # in the place of the other
+    later = subject.alloc(1, 16 * MIB, "cuda", "full")
+    swap(subject, control)
+    assert changed(later) == 1
 
 
 def change(subject: Subject, source: random.Random, sizes: dict[int, int]) -> None:

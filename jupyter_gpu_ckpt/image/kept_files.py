@@ -123,18 +123,19 @@ def keep_code(
 ) -> dict[str, KeptFile]:
     """Keep program code, files of a fingerprint, in this directory.
 
-    What one of the save points ``points`` has is shared by a link.  The rest is copied, the smallest files first, up to
-    ``most`` bytes.  Unlike other files it need not be copied while the processes are stopped: a new version is another
-    file.  One that cannot be copied, or was replaced meanwhile, is left out.
+    What one of the save points ``points`` has is shared by a link.  The rest is copied, the smallest files first, until
+    the save point has ``most`` bytes.  Unlike other files it need not be copied while the processes are stopped: a new
+    version is another file.  One that cannot be copied, or was replaced meanwhile, is left out.
     """
     others = [(image, image.manifest.fingerprint.get("files", {}), of_image(image)) for image in points]
     found: dict[str, KeptFile] = {}
     known = {path: facts for path, facts in files.items() if facts.get("size") and "inode" in facts}
     for path, facts in sorted(known.items(), key=lambda each: int(each[1]["size"])):
         hash = next(filter(None, (_linked_code(path, facts, directory, *each) for each in others)), "")
-        if not hash and facts["size"] <= most and (hash := _copied_code(path, facts, directory)):
-            most -= facts["size"]
+        if not hash and facts["size"] <= most:
+            hash = _copied_code(path, facts, directory)
         if hash:
+            most -= facts["size"]
             with contextlib.suppress(OSError):
                 status = os.lstat(path)
                 mode, owners = stat.S_IMODE(status.st_mode), (status.st_uid, status.st_gid)

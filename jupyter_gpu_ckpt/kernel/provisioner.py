@@ -191,7 +191,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         "counted. A file that is not copied can only be taken as it is when the kernel goes back.",
     ).tag(config=True)
     save_point_code_bytes = Int(
-        1 << 30,
+        4 << 30,
         min=0,
         help="Limit in bytes for the copies of program code (libraries) that a kernel has mapped, the smallest files "
         "first, so that it can go back after another version was installed. They are made when the kernel runs again, "

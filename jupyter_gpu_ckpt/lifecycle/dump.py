@@ -571,10 +571,13 @@ def _kept_code(attempt: Attempt, draft: Draft, manifest: Manifest) -> dict[str, 
     most = min(kernel.settings.kept_code_bytes, sum(facts.get("size", 0) for facts in code.values()))
     if not attempt.continues or store.vault.encrypts:
         return {}
-    try:
-        draft.reserve(draft.size() + most)
-    except errors.QuotaExceeded:
-        return {}
+    size = draft.size()
+    while most:
+        try:
+            draft.reserve(size + most)
+            break
+        except errors.QuotaExceeded:  # the smaller ones are kept
+            most //= 4
     most = min(most, store.free() - preflight.MARGIN)
     kept = kept_files.keep_code(code, draft.criu_directory / layout.KEPT, most, store.unencrypted_save_points())
     draft.add_hashed(kept_files.entries(kept))

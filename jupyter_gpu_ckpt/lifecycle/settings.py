@@ -33,7 +33,7 @@ class LifecycleSettings:
     allow_unconfined_wake: bool = False
     #: Bytes of files that are copied for a save point, where the file system has no reflinks: the kernel waits for it.
     kept_file_bytes: int = 256 << 20
-    kept_code_bytes: int = 1 << 30
+    kept_code_bytes: int = 4 << 30
     #: Automatic save points of a kernel that are kept (`save_point.thinned`).
     automatic_save_points: int = 5
     #: How long a user has to answer whether changed files are accepted.

@@ -596,6 +596,31 @@ async def test_a_library_that_was_replaced_and_not_copied_has_no_choice_and_the_
         assert await kernel.run("print(library._name)") == "./_lib.so"
 
 
+async def test_the_limit_of_program_code_is_one_of_each_save_point_and_not_of_each_save(
+    tmp_path, runtime_base, criu_binary, monkeypatch
+):
+    monkeypatch.setattr(clone, "_FICLONE", 0)  # as on a file system without reflinks
+    limit = 4 << 20
+    async with notebook(tmp_path, runtime_base, save_point_code_bytes=limit) as kernel:
+        points = [code(await kernel.provisioner.save(name)) for name in ("one", "two")]
+    assert limit // 2 < sum(facts.st_size for facts in points[0].values()) <= limit
+    assert points[1].keys() == points[0].keys()
+
+
+async def test_of_program_code_only_what_the_quota_permits_is_copied(kernel, monkeypatch):
+    monkeypatch.setattr(clone, "_FICLONE", 0)  # as on a file system without reflinks
+    capacity, reserve = 8 << 20, Draft.reserve
+
+    def limited(draft: Draft, bytes: int) -> None:
+        if bytes > draft.size() + capacity:
+            raise QuotaExceeded("It would.")
+        reserve(draft, bytes)
+
+    monkeypatch.setattr(Draft, "reserve", limited)
+    point = await kernel.provisioner.save("one")
+    assert 0 < sum(facts.st_size for facts in code(point).values()) <= capacity
+
+
 async def test_a_quota_that_copies_of_program_code_would_exceed_prevents_no_save(kernel, monkeypatch):
     monkeypatch.setattr(clone, "_FICLONE", 0)  # as on a file system without reflinks
 

@@ -191,7 +191,10 @@ def _needed(kernel: KernelState, bytes: int) -> int:
 
 
 def _make_space(kernel: KernelState, needed: int) -> None:
-    """Discard cached chunks where an image needs the space: of other kernels first, then this one's."""
+    """Discard cached chunks where an image needs the space: of other kernels first, then this one's.
+
+    Raises `NoSpace` if there is too little nevertheless: device memory had more other bytes than zeros.
+    """
     store, own = kernel.engine.store, 0
     if kernel.chunks is not None:
         kernel.chunks.in_use = True
@@ -200,6 +203,9 @@ def _make_space(kernel: KernelState, needed: int) -> None:
         chunk_cache.evict(store.root)
         if store.free() < needed - own:
             host_memory.discard_chunks(kernel, wait=True)
+        else:
+            needed -= own
+        preflight.require_space(needed, store.free())
 
 
 @contextlib.contextmanager

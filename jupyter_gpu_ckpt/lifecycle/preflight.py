@@ -42,6 +42,8 @@ _UNPROVEN = {
     "state": errors.UnprovenState,
     "moment": errors.UnprovenState,
 }
+#: Ends a warning of space.
+_BUT_ZEROS = "Device memory that holds only zeros needs none; that shows when it leaves the GPU."
 
 
 @dataclass(frozen=True)
@@ -175,10 +177,11 @@ def inspect(
     kept: int = 0,
     release_copies: Callable[[int], object] = lambda bytes: None,
     spillable: Callable[[], int] = int,
+    served: Callable[[], int] = int,
     over_quota: Callable[[int], GpuCkptError | None] = lambda needed: None,
     why_not: Callable[[int], str] = lambda pid: "",
 ) -> list[PreflightFinding]:
-    """Return the findings from outside, all of which block.
+    """Return the findings from outside.  All block but those on space that the image may turn out not to need.
 
     ``companions``: every other process of the kernel's capsule, also daemons.  ``device_bytes``: by GPU UUID.
     ``disk_free``: bytes for the image; None for a suspend, which writes none.  ``has_agent``: whether an agent ends a
@@ -186,10 +189,13 @@ def inspect(
     ``kept``: bytes of host memory that have a copy of device memory already.
     ``release_copies``: called with the bytes that are needed of host memory where it is too small; may free some.
     ``spillable``: called where host memory is too small, returns the bytes of device memory that can go to the disk.
+    ``served``: called where the disk or the quota is too small, returns the bytes of device memory that the kernel's
+    library moves: what holds only zeros is not in an image, and shows when it is moved.
     ``over_quota``: returns why an image of so many bytes is refused, if it is.  ``why_not``: returns why one of
     the ``companions`` prevents a suspend or a checkpoint, if it does.
     """
     refusals: list[GpuCkptError] = []
+    unsure: list[GpuCkptError] = []
     kernel = read_process(kernel_pid)
     others = _living(companions)
     adapters = [process for process in others if _DEBUGGER.search(process.command)]
@@ -223,12 +229,25 @@ def inspect(
             needed += unique_bytes(processes) - sum(process.rss for process in processes)
             written = min(written, needed + lead_bytes(processes))
             refused = over_quota(needed)
+        zeros = served() if disk_free < written or refused is not None else 0
         if disk_free < written:
-            message = f"The image may need {size(written, 2)}; {size(disk_free, 2)} are free."
-            refusals.append(errors.NoSpace(message, needed=written, free=disk_free))
+            no_space = _no_space(written, disk_free)
+            (refusals if disk_free < written - zeros else unsure).append(no_space)
         if refused is not None:
-            refusals.append(refused)
-    return [blocking(error) for error in refusals]
+            (refusals if over_quota(needed - zeros) is not None else unsure).append(refused)
+    warnings = [PreflightFinding(error.code, f"{error.message} {_BUT_ZEROS}") for error in unsure]
+    return [*map(blocking, refusals), *warnings]
+
+
+def require_space(needed: int, free: int) -> None:
+    """Raise `NoSpace` if an image needs more bytes than are free."""
+    if free < needed:
+        raise _no_space(needed, free)
+
+
+def _no_space(needed: int, free: int) -> errors.NoSpace:
+    message = f"The image may need {size(needed, 2)}; {size(free, 2)} are free."
+    return errors.NoSpace(message, needed=needed, free=free)
 
 
 def _living(pids: Iterable[int]) -> list[Process]:

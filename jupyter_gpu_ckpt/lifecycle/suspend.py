@@ -79,6 +79,7 @@ def _findings(
         kept=extents[1],
         release_copies=functools.partial(host_copies.release_copies, kernel),
         spillable=functools.partial(_spillable, kernel),
+        served=functools.partial(_allocated, kernel),
         disk_free=_space_for_image(kernel) if writes else None,
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
         why_not=why_not(kernel, writes=writes),

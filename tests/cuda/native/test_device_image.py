@@ -24,7 +24,7 @@ from jupyter_gpu_ckpt.image.encryption import PlainDirectory, Vault
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
-from jupyter_gpu_ckpt.lifecycle import compatibility, host_memory, preflight
+from jupyter_gpu_ckpt.lifecycle import compatibility, host_memory, preflight, suspend
 from jupyter_gpu_ckpt.lifecycle.context import Reason
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED
@@ -221,6 +221,31 @@ def test_a_damaged_chunk_is_not_brought_to_life(kernel):
     victim.write_bytes(content)
     kernel.lifecycle.wake()
     kernel.runs_on()
+
+
+def test_zeros_need_no_space_and_what_does_is_known_when_it_is_off_the_gpu(kernel, monkeypatch):
+    """JAX has three quarters of a GPU, most of it zeros."""
+    largest, at_most = max(SIZES), preflight.image_bytes
+    kernel.lifecycle.suspend()
+    free = host_memory.resident(kernel.lifecycle.kernel) + preflight.MARGIN - largest // 2
+    kernel.lifecycle.wake()
+    monkeypatch.setattr(Store, "free", lambda _: free)
+    # The double's device memory is also in the process.
+    monkeypatch.setattr(preflight, "image_bytes", lambda *of: at_most(*of) - kernel.blocks)
+    (finding,) = (each for each in suspend.findings(kernel.lifecycle.kernel) if each.code == "NO_SPACE")
+    assert not finding.blocks
+    with pytest.raises(NoSpace):
+        kernel.lifecycle.checkpoint()
+    kernel.runs_on()
+    kernel.program.ask("ctypes.memset(held[-1][0], 0, held[-1][1])")
+    kernel.program.ask("intact.__globals__.update(intact=lambda: ctypes.string_at(*held[-1]) == bytes(held[-1][1]))")
+    image = kernel.lifecycle.checkpoint()
+    assert sum(path.stat().st_size for path in chunks(image)) < largest // 2
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    monkeypatch.setattr(Store, "free", lambda _: free - kernel.blocks)
+    (finding,) = (each for each in suspend.findings(kernel.lifecycle.kernel) if each.code == "NO_SPACE")
+    assert finding.blocks, "whatever is zeros"
 
 
 @pytest.mark.parametrize("nth", [0, 2])

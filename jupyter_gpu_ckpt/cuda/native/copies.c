@@ -24,6 +24,10 @@
 #define PART_BYTES ((size_t)4 << 20)
 #define HUGE_PAGE ((size_t)2 << 20)
 #define MAX_WORKERS 12 /* of one device */
+/* Bytes of zeros that the device writes at a time: a call for each part takes longer than the work. */
+#ifndef ZEROS_BYTES /* fewer, in tests */
+#define ZEROS_BYTES ((size_t)1 << 30)
+#endif
 #define BUFFERS 2
 
 /* Parts that are examined before the first one is copied, 512 MiB.  Each slice is twice as long as the one before, as
@@ -38,8 +42,8 @@ _Static_assert(LONGEST_SLICE * (PART_BYTES / DIGEST_PAGE) * (sizeof(struct diges
                    SCRATCH_BYTES,
                "for digests");
 
-/* Pinned memory, BUFFERS of a part's size for each worker, which pins them itself, and the stream of all their copies, which always has the
- * next one queued when one ends.  Outlives a transfer only if the driver refuses to release it.  One for each context:
+/* Pinned memory, BUFFERS of a part's size for each worker, which pins them itself, and the stream of all their copies,
+ * which always has the next one queued when one ends.  Outlives a transfer only if the driver refuses to release it.  One for each context:
  * all copy at the same time; and one for the examination meanwhile. */
 #define MAX_CONTEXTS (4 * MAX_DEVICES)
 static struct ring rings[MAX_CONTEXTS], scratch_rings[MAX_CONTEXTS];
@@ -53,6 +57,7 @@ struct part {
     size_t offset; /* in host memory */
     size_t bytes;
     bool zero;  /* it holds only zeros, on the device or in host memory */
+    size_t zeros; /* on the way in, of the first of such parts that follow each other: the bytes of all; else 0 */
     bool known; /* it is there already: in host memory; or, on the way in, on the device */
     atomic_bool ready;  /* on the way out: it is examined, and all above stays; on the way in: it has device memory */
     atomic_bool passed; /* on the way out: host memory has its content */
@@ -74,6 +79,7 @@ struct work {
     bool checks; /* what was copied back is compared with what is known of it */
     bool mirrored; /* host memory may have everything: no memory is pinned before something is found that it lacks */
     bool scans; /* there is a scratch ring */
+    bool has_zeros; /* on the way in */
     atomic_bool examined, has_copies; /* all parts are; one was found that has to be copied */
     pthread_t thread, threads[MAX_WORKERS];
     size_t most, begun; /* threads that copy */
@@ -148,16 +154,29 @@ static struct part *claim(struct worker *worker)
     return worker->next < work->count ? &work->parts[worker->next++] : NULL;
 }
 
-/* Whether a part needs no copy: host memory has it already, zeros in any case, and those the device writes itself.  It
- * never trusts fresh memory to hold any. */
+/* Whether a part needs no copy: host memory has it already, zeros in any case, and those the device writes itself, for
+ * the first part of several.  It never trusts fresh memory to hold any. */
 static bool is_done(const struct work *work, struct part *part)
 {
     if (work->outwards && (part->zero || part->known))
         pass(part);
     if (!part->zero || work->outwards)
         return part->zero || part->known;
-    return driver()->cuMemsetD8Async != NULL &&
-           driver()->cuMemsetD8Async(part->device, 0, part->bytes, work->ring->stream) == CUDA_SUCCESS;
+    return part->zeros == 0 ||
+           (driver()->cuMemsetD8Async != NULL &&
+            driver()->cuMemsetD8Async(part->device, 0, part->zeros, work->ring->zeros) == CUDA_SUCCESS);
+}
+
+/* Copy zeros that the device does not write. */
+static CUresult copy_zeros(const struct part *part, void *buffer, CUstream stream)
+{
+    CUresult result = CUDA_SUCCESS;
+    memset(buffer, 0, PART_BYTES);
+    for (size_t done = 0; done < part->zeros && result == CUDA_SUCCESS; done += PART_BYTES) {
+        size_t rest = part->zeros - done, bytes = rest < PART_BYTES ? rest : PART_BYTES;
+        result = driver()->cuMemcpyHtoDAsync_v2(part->device + done, buffer, bytes, stream);
+    }
+    return result;
 }
 
 static CUresult begin(struct worker *worker, struct buffer *buffer)
@@ -175,6 +194,8 @@ static CUresult begin(struct worker *worker, struct buffer *buffer)
     CUresult result;
     if (worker->work->outwards)
         result = driver()->cuMemcpyDtoHAsync_v2(buffer->memory, part->device, part->bytes, stream);
+    else if (part->zero)
+        result = copy_zeros(part, buffer->memory, stream);
     else if ((result = host_memory_read(part->offset, buffer->memory, part->bytes)) == CUDA_SUCCESS)
         result = driver()->cuMemcpyHtoDAsync_v2(part->device, buffer->memory, part->bytes, stream);
     if (result == CUDA_SUCCESS)
@@ -268,6 +289,10 @@ CUresult ring_close(struct ring *ring)
     if (result == CUDA_SUCCESS && ring->stream != NULL) {
         result = driver()->cuStreamDestroy_v2(ring->stream);
         ring->stream = result == CUDA_SUCCESS ? NULL : ring->stream;
+    }
+    if (result == CUDA_SUCCESS && ring->zeros != NULL) {
+        result = driver()->cuStreamDestroy_v2(ring->zeros);
+        ring->zeros = result == CUDA_SUCCESS ? NULL : ring->zeros;
     }
     for (unsigned number = 0, left; result == CUDA_SUCCESS && (left = atomic_load(&ring->pinned)) != 0; number++)
         if (left & 1u << number) {
@@ -503,6 +528,8 @@ static CUresult open_and_copy(struct work *work)
         result = map_ring(work->ring, work->context, work->most * BUFFERS * PART_BYTES, BUFFERS * PART_BYTES);
     if (result == CUDA_SUCCESS)
         result = driver()->cuStreamCreate(&work->ring->stream, CU_STREAM_NON_BLOCKING);
+    if (result == CUDA_SUCCESS && work->has_zeros)
+        result = driver()->cuStreamCreate(&work->ring->zeros, CU_STREAM_NON_BLOCKING);
     while (result == CUDA_SUCCESS && work->begun < work->most &&
            pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
         work->begun++;
@@ -521,6 +548,8 @@ static CUresult end(struct work *work)
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
         result = driver()->cuStreamSynchronize(work->ring->stream);
+    if (result == CUDA_SUCCESS && work->ring->zeros != NULL)
+        result = driver()->cuStreamSynchronize(work->ring->zeros);
     if (result != CUDA_SUCCESS)
         atomic_store(&pending, true);
     return result;
@@ -592,12 +621,28 @@ static size_t divide(struct work *works)
     return count;
 }
 
+/* Have the first of parts of zeros that follow each other in a memory, whose parts begin at ``first``, stand for all. */
+static void join_zeros(struct work *work, size_t first, size_t count)
+{
+    struct part *head = NULL;
+    for (struct part *part = work->parts + first; part < work->parts + count; part++) {
+        if (!part->zero || (head != NULL && head->zeros >= ZEROS_BYTES))
+            head = NULL;
+        if (part->zero) {
+            head = head != NULL ? head : part;
+            head->zeros += part->bytes;
+            work->has_zeros = true;
+        }
+    }
+}
+
 static void list_parts(struct work *work)
 {
     size_t count = 0;
     struct copied each;
     for (size_t at = 0; copies_next(&at, &each);)
-        if (each.context == work->context)
+        if (each.context == work->context) {
+            size_t first = count;
             for (size_t offset = 0; offset < each.bytes; offset += PART_BYTES) {
                 size_t rest = each.bytes - offset, bytes = rest < PART_BYTES ? rest : PART_BYTES;
                 bool zero = !work->outwards && host_memory_is_zero(each.offset + offset, bytes);
@@ -608,6 +653,8 @@ static void list_parts(struct work *work)
                                                      .zero = zero && !known,
                                                      .known = known};
             }
+            join_zeros(work, first, count);
+        }
 }
 
 /* Make the step on each memory, until an error of whichever thread. */

@@ -18,7 +18,7 @@ struct ring {
     size_t piece;       /* bytes that are pinned together */
     atomic_uint pinned; /* a bit for each piece that is */
     CUcontext context;
-    CUstream stream;
+    CUstream stream, zeros; /* ``zeros``: or NULL; for what the device writes itself */
 };
 CUresult ring_open(struct ring *ring, CUcontext context, size_t bytes);
 CUresult ring_close(struct ring *ring);

@@ -23,8 +23,8 @@ HERE = Path(__file__).parent
 BUILT = HERE.parents[2] / "build" / "tests"
 NATIVE = Path(jupyter_gpu_ckpt.cuda.__file__).parent / "native"
 FLAGS = ("-g", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}")
-#: Has the library examine little memory before it begins to copy.
-SLICED = "FIRST_SLICE=1"
+#: Has the library examine little memory before it begins to copy, and write few zeros at a time.
+SLICED = ("FIRST_SLICE=1", "ZEROS_BYTES=8388608")
 #: A stream copies what a sanitizer would take for an access of the program.
 DOUBLE = ("-std=gnu11", "-O2", "-fvisibility=hidden", "-fno-tree-loop-distribute-patterns", "-shared")
 
@@ -109,12 +109,12 @@ def build_c_library(directory: Path, *definitions: str) -> Path:
     return made
 
 
-def build(doubles: Path, *sanitize: str, define: str = "") -> Programs:
+def build(doubles: Path, *sanitize: str, define: tuple[str, ...] = ()) -> Programs:
     """The library as setup.py builds it, and the program; with the sanitizers of gcc that are named."""
     make = functools.partial(_build, doubles=doubles, sanitize=sanitize, define=define)
     runtimes = {"address": "libasan.so", "thread": "libtsan.so"}
     first = tuple(_runtime(runtimes[name]) for name in sanitize if name in runtimes)
-    return Programs(built(make, "programs", *sanitize, define), first)
+    return Programs(built(make, "programs", *sanitize, *define), first)
 
 
 def build_library(directory: Path, flags: Sequence[str]) -> None:
@@ -124,11 +124,11 @@ def build_library(directory: Path, flags: Sequence[str]) -> None:
     cc(*shared, *flags, "-o", directory / "_fastpath.so", *sources, "-lpthread", "-ldl")
 
 
-def _build(directory: Path, *, doubles: Path, sanitize: tuple[str, ...], define: str) -> None:
+def _build(directory: Path, *, doubles: Path, sanitize: tuple[str, ...], define: tuple[str, ...]) -> None:
     flags = ["-O1", "-fno-omit-frame-pointer", f"-fsanitize={','.join(sanitize)}"] if sanitize else ["-O2"]
     if "undefined" in sanitize:
         flags.append("-fno-sanitize-recover=undefined")
-    build_library(directory, [*flags, *([f"-D{define}"] if define else [])])
+    build_library(directory, [*flags, *(f"-D{each}" for each in define)])
     runtime = [f"-L{doubles}", "-l:libcudart.so.13"]
     cc("-std=gnu11", *flags, "-shared", "-o", directory / "libsubject.so", "subject.c", *runtime, "-lpthread", "-ldl")
     cc("-std=gnu11", *flags, "-o", directory / "loader", "loader.c", "-ldl")

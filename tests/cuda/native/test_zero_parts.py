@@ -64,6 +64,7 @@ def test_only_parts_with_other_bytes_are_copied(subject, api):
     subject.alloc(1, 2 * MIB, api, "full")
     with subject.control() as control:
         rounds(subject, control, copies=3)
+        assert subject.calls()[WRITTEN_BY] == 5, "one for each memory of them"
         control.must("copy_out", "free")
         if extents(subject).exists():
             files = sorted(extents(subject).iterdir())
@@ -113,6 +114,20 @@ def test_where_zeros_cannot_be_written_they_are_copied(subject):
         control.must("copy_out", "free", "swap_in")
         assert [subject.calls()[copy] for copy in COPIES if copy in subject.calls()] == [2]
     subject.intact(2)
+
+
+def test_zeros_are_written_as_many_parts_at_a_time(sliced, doubles):
+    with running(sliced, doubles, environment=DIRTY) as subject:
+        subject.alloc(1, 34 * MIB, "cuda", "zeros")
+        number = subject.alloc(1, 34 * MIB, "map", "zeros")
+        subject.ask("poke", number, 13 * MIB, 1, 7)
+        with subject.control() as control:
+            rounds(subject, control, copies=1)
+            assert subject.calls()[WRITTEN_BY] == 5 + 2 + 3, "8 MiB at most, and none beyond other bytes"
+            subject.fail(WRITTEN_BY, 2, FAULT)
+            control.must("copy_out", "free", "swap_in")
+            assert subject.calls()[COPIES[1]] == 3, "those that the driver did not write are copied"
+        assert subject.ask("last", number) == "0"
 
 
 def test_work_that_the_driver_does_not_finish_fails_the_copy(subject):

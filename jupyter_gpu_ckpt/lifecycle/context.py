@@ -468,6 +468,8 @@ class Attempt:
     held: HeldMemory = field(default_factory=HeldMemory)
 
     # of a dump
+    #: Whether the disk has the space only if enough device memory is zeros.
+    counts_on_zeros: bool = False
     draft: Draft | None = None
     #: Of the draft, without what `Draft.publish` finds out.
     manifest: Manifest | None = None

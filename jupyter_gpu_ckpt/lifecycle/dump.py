@@ -124,7 +124,7 @@ def dump(attempt: Attempt) -> None:
     if point is not None and kernel.ahead is None and host_memory.may_read_ahead(kernel, point):
         restore.begin_to_go_back(attempt, point)
     with attempt.traced.part("space"):
-        needed = _needed(kernel, bytes)
+        needed = _needed(attempt, bytes)
     over, pause, evicted, tries = time.monotonic() + kernel.settings.pipes, 0.1, False, 1
     while True:
         try:
@@ -178,22 +178,27 @@ def _suspend_warm(kernel: KernelState) -> bool:
     return bool(locked)
 
 
-def _needed(kernel: KernelState, bytes: int) -> int:
-    """Make space for an image, and return the bytes that it needs at most, of ``bytes`` of resident memory."""
-    store = kernel.engine.store
+def _needed(attempt: Attempt, bytes: int) -> int:
+    """Make space for an image, and return the bytes that it needs at most, of ``bytes`` of resident memory.
+
+    Raises `NoSpace` if device memory had more other bytes than zeros, and the disk has too little for that.
+    """
+    kernel, store = attempt.kernel, attempt.kernel.engine.store
     needed = written = bytes + preflight.MARGIN
     if store.free() < needed or store.over_quota(kernel.home.kernel_id, needed + host_memory.spilled_bytes(kernel)):
         unique, lead = host_memory.unique(kernel)
         needed = unique + preflight.MARGIN
         written = min(written, needed + lead)
-    _make_space(kernel, written)
+    there = _make_space(kernel, written)
+    if attempt.counts_on_zeros:
+        preflight.require_space(written - there, store.free())
     return needed + host_memory.spilled_bytes(kernel)
 
 
-def _make_space(kernel: KernelState, needed: int) -> None:
+def _make_space(kernel: KernelState, needed: int) -> int:
     """Discard cached chunks where an image needs the space: of other kernels first, then this one's.
 
-    Raises `NoSpace` if there is too little nevertheless: device memory had more other bytes than zeros.
+    Return the bytes that its own have of it.
     """
     store, own = kernel.engine.store, 0
     if kernel.chunks is not None:
@@ -203,9 +208,8 @@ def _make_space(kernel: KernelState, needed: int) -> None:
         chunk_cache.evict(store.root)
         if store.free() < needed - own:
             host_memory.discard_chunks(kernel, wait=True)
-        else:
-            needed -= own
-        preflight.require_space(needed, store.free())
+            return 0
+    return own
 
 
 @contextlib.contextmanager

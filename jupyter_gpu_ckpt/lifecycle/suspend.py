@@ -249,7 +249,9 @@ def check(attempt: Attempt) -> None:
     kernel, writes = attempt.kernel, attempt.goal is State.CHECKPOINTED
     if writes:
         kernel.engine.store.prepare()
-    preflight.require(findings(kernel, writes=writes))
+    found = findings(kernel, writes=writes)
+    preflight.require(found)
+    attempt.counts_on_zeros = any(each.code == errors.NoSpace.code for each in found)
     if attempt.continues:
         _collect_garbage(attempt)
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from desktop import Desktop, built_front_end, find_chromium
+from desktop import Desktop, SharedTab, built_front_end, find_chromium
+from live import Server
 
 #: Where the pictures of a run are kept; a directory of its own if the environment names none.
 PICTURES = os.environ.get("GPU_CKPT_PICTURES")
@@ -41,6 +42,13 @@ def desktop(chromium: str, pictures: Path) -> Iterator[Desktop]:
     """The browser.  Ended with the module: playwright keeps an event loop running that async tests would meet."""
     with Desktop.open(chromium, pictures) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def page(desktop: Desktop, jupyter: Server) -> Iterator[SharedTab]:
+    """JupyterLab, loaded once for a module, of whose fixture ``jupyter`` it is."""
+    with desktop.shared_tab(jupyter) as page:
+        yield page
 
 
 @pytest.fixture(scope="module")

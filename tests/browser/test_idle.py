@@ -57,13 +57,6 @@ def jupyter(tmp_path_factory, base, chromium, criu_binary):
         yield running
 
 
-@pytest.fixture(scope="module")
-def page(desktop, jupyter):
-    """JupyterLab, loaded once."""
-    with desktop.shared_tab(jupyter) as page:
-        yield page
-
-
 @pytest.fixture
 def tab(page, jupyter, request):
     """A notebook whose kernel has memory on several GPUs."""

@@ -28,13 +28,6 @@ def cells() -> tuple[str, ...]:
     return CELLS
 
 
-@pytest.fixture(scope="module")
-def page(desktop, jupyter):
-    """JupyterLab, loaded once."""
-    with desktop.shared_tab(jupyter) as page:
-        yield page
-
-
 @pytest.fixture
 def name(request) -> str:
     """The notebook's name, by the test's."""

@@ -24,13 +24,6 @@ def jupyter(tmp_path_factory, base, chromium, criu_binary):
         yield running
 
 
-@pytest.fixture(scope="module")
-def page(desktop, jupyter):
-    """JupyterLab, loaded once."""
-    with desktop.shared_tab(jupyter) as page:
-        yield page
-
-
 @pytest.fixture
 def tab(page, jupyter):
     """A notebook whose first cell was run."""

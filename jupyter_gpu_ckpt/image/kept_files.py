@@ -119,21 +119,23 @@ def keep(
 
 
 def keep_code(
-    files: Mapping[str, Mapping[str, Any]], directory: Path, most: int, points: Iterable[Image]
+    files: Mapping[str, Mapping[str, Any]], directory: Path, most: int, free: int, points: Iterable[Image]
 ) -> dict[str, KeptFile]:
     """Keep program code, files of a fingerprint, in this directory.
 
-    What one of the save points ``points`` has is shared by a link.  The rest is copied, the smallest files first, until
-    the save point has ``most`` bytes.  Unlike other files it need not be copied while the processes are stopped: a new
-    version is another file.  One that cannot be copied, or was replaced meanwhile, is left out.
+    The smallest files first, at most ``most`` bytes.  What one of the save points ``points`` has is shared by a link,
+    the rest is copied, at most ``free`` bytes.  Unlike other files it need not be copied while the processes are
+    stopped: a new version is another file.  One that cannot be copied, or was replaced meanwhile, is left out.
     """
     others = [(image, image.manifest.fingerprint.get("files", {}), of_image(image)) for image in points]
     found: dict[str, KeptFile] = {}
     known = {path: facts for path, facts in files.items() if facts.get("size") and "inode" in facts}
     for path, facts in sorted(known.items(), key=lambda each: int(each[1]["size"])):
+        if facts["size"] > most:
+            break
         hash = next(filter(None, (_linked_code(path, facts, directory, *each) for each in others)), "")
-        if not hash and facts["size"] <= most:
-            hash = _copied_code(path, facts, directory)
+        if not hash and facts["size"] <= free and (hash := _copied_code(path, facts, directory)):
+            free -= facts["size"]
         if hash:
             most -= facts["size"]
             with contextlib.suppress(OSError):

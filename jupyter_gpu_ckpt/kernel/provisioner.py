@@ -193,7 +193,7 @@ class GpuCkptProvisioner(LocalProvisioner):
     save_point_code_bytes = Int(
         4 << 30,
         min=0,
-        help="Limit in bytes for the copies of program code (libraries) that a kernel has mapped, the smallest files "
+        help="Limit in bytes for the copies of program code (libraries) in a save point, the smallest files "
         "first, so that it can go back after another version was installed. They are made when the kernel runs again, "
         "and once: save points share them. Not for encrypted images.",
     ).tag(config=True)

@@ -324,6 +324,9 @@ class KernelState:
     lasting_refusal: Refusal | None = None
     #: The driver's last refusal, with a reason, to checkpoint the process.
     refused_checkpoint: UnsupportedCuda | None = None
+    #: Bytes of device memory that the library moves, and of them those that were no zeros, when an image had no space
+    #: for all of it.
+    other_than_zeros: tuple[int, int] | None = None
     #: Whether the gate has no connection to the process.  Without CUDA state that is made again by the next step that
     #: needs it; a suspended kernel, whose threads may be frozen, cannot answer it and is connected when it is resumed.
     disconnected: bool = False
@@ -468,7 +471,7 @@ class Attempt:
     held: HeldMemory = field(default_factory=HeldMemory)
 
     # of a dump
-    #: Whether the disk has the space only if enough device memory is zeros.
+    #: Whether the disk, or the quota, has the space only if enough device memory is zeros.
     counts_on_zeros: bool = False
     draft: Draft | None = None
     #: Of the draft, without what `Draft.publish` finds out.

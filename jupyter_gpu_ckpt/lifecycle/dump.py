@@ -181,7 +181,7 @@ def _suspend_warm(kernel: KernelState) -> bool:
 def _needed(attempt: Attempt, bytes: int) -> int:
     """Make space for an image, and return the bytes that it needs at most, of ``bytes`` of resident memory.
 
-    Raises `NoSpace` if device memory had more other bytes than zeros, and the disk has too little for that.
+    Raises `NoSpace` if the disk has too little, where the check before had counted on zeros of device memory.
     """
     kernel, store = attempt.kernel, attempt.kernel.engine.store
     needed = written = bytes + preflight.MARGIN
@@ -191,6 +191,8 @@ def _needed(attempt: Attempt, bytes: int) -> int:
         written = min(written, needed + lead)
     there = _make_space(kernel, written)
     if attempt.counts_on_zeros:
+        other = kernel.fast_path().host_memory_bytes() + host_memory.spilled_bytes(kernel)
+        kernel.other_than_zeros = cuda_processes.amounts(kernel).bytes, other
         preflight.require_space(written - there, store.free())
     return needed + host_memory.spilled_bytes(kernel)
 
@@ -582,14 +584,18 @@ def _kept_code(attempt: Attempt, draft: Draft, manifest: Manifest) -> dict[str, 
     if not attempt.continues or store.vault.encrypts:
         return {}
     size = draft.size()
-    while most:
+    try:
+        draft.reserve(size + most)
+    except errors.QuotaExceeded as full:  # the smaller ones are kept
+        most = full.details.get("allowed", 0) - full.details.get("used", 0) - size
         try:
             draft.reserve(size + most)
-            break
-        except errors.QuotaExceeded:  # the smaller ones are kept
-            most //= 4
-    most = min(most, store.free() - preflight.MARGIN)
-    kept = kept_files.keep_code(code, draft.criu_directory / layout.KEPT, most, store.unencrypted_save_points())
+        except errors.QuotaExceeded:
+            return {}
+    if most <= 0:
+        return {}
+    points, free = store.unencrypted_save_points(), store.free() - preflight.MARGIN
+    kept = kept_files.keep_code(code, draft.criu_directory / layout.KEPT, most, free, points)
     draft.add_hashed(kept_files.entries(kept))
     return kept
 

@@ -177,7 +177,7 @@ def inspect(
     kept: int = 0,
     release_copies: Callable[[int], object] = lambda bytes: None,
     spillable: Callable[[], int] = int,
-    served: Callable[[], int] = int,
+    zeros: Callable[[], int] = int,
     over_quota: Callable[[int], GpuCkptError | None] = lambda needed: None,
     why_not: Callable[[int], str] = lambda pid: "",
 ) -> list[PreflightFinding]:
@@ -189,8 +189,8 @@ def inspect(
     ``kept``: bytes of host memory that have a copy of device memory already.
     ``release_copies``: called with the bytes that are needed of host memory where it is too small; may free some.
     ``spillable``: called where host memory is too small, returns the bytes of device memory that can go to the disk.
-    ``served``: called where the disk or the quota is too small, returns the bytes of device memory that the kernel's
-    library moves: what holds only zeros is not in an image, and shows when it is moved.
+    ``zeros``: called where the disk or the quota is too small, returns how many bytes of device memory may be zeros,
+    which are not in an image: that shows when the kernel's library moves them.
     ``over_quota``: returns why an image of so many bytes is refused, if it is.  ``why_not``: returns why one of
     the ``companions`` prevents a suspend or a checkpoint, if it does.
     """
@@ -229,13 +229,13 @@ def inspect(
             needed += unique_bytes(processes) - sum(process.rss for process in processes)
             written = min(written, needed + lead_bytes(processes))
             refused = over_quota(needed)
-        zeros = served() if disk_free < written or refused is not None else 0
+        fewer = min(zeros(), on_device) if disk_free < written or refused is not None else 0
         if disk_free < written:
             no_space = _no_space(written, disk_free)
-            (refusals if disk_free < written - zeros else unsure).append(no_space)
+            (refusals if disk_free < written - fewer else unsure).append(no_space)
         if refused is not None:
-            (refusals if over_quota(needed - zeros) is not None else unsure).append(refused)
-    warnings = [PreflightFinding(error.code, f"{error.message} {_BUT_ZEROS}") for error in unsure]
+            (refusals if over_quota(needed - fewer) is not None else unsure).append(refused)
+    warnings = [PreflightFinding(error.code, f"{error.message} {_BUT_ZEROS} {error.hint}") for error in unsure]
     return [*map(blocking, refusals), *warnings]
 
 

@@ -79,7 +79,7 @@ def _findings(
         kept=extents[1],
         release_copies=functools.partial(host_copies.release_copies, kernel),
         spillable=functools.partial(_spillable, kernel),
-        served=functools.partial(_allocated, kernel),
+        zeros=functools.partial(_possible_zeros, kernel),
         disk_free=_space_for_image(kernel) if writes else None,
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
         why_not=why_not(kernel, writes=writes),
@@ -208,6 +208,15 @@ def _spillable(kernel: KernelState) -> int:
     return bytes if host_memory.may_spill(kernel, bytes) else 0
 
 
+def _possible_zeros(kernel: KernelState) -> int:
+    """Return the bytes of the kernel's device memory that may be zeros, as far as that can be known on the GPU."""
+    if kernel.engine.store.vault.encrypts:  # memory, not the disk, is what may be too small then
+        return 0
+    bytes = _allocated(kernel)
+    before, other = kernel.other_than_zeros or (0, 0)
+    return bytes - other if bytes == before else bytes
+
+
 def _allocated(kernel: KernelState) -> int:
     """Return the bytes of device memory that the fast path moves."""
     return cuda_processes.amounts(kernel).bytes
@@ -251,7 +260,7 @@ def check(attempt: Attempt) -> None:
         kernel.engine.store.prepare()
     found = findings(kernel, writes=writes)
     preflight.require(found)
-    attempt.counts_on_zeros = any(each.code == errors.NoSpace.code for each in found)
+    attempt.counts_on_zeros = any(each.code in (errors.NoSpace.code, errors.QuotaExceeded.code) for each in found)
     if attempt.continues:
         _collect_garbage(attempt)
 

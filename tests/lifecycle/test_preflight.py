@@ -140,16 +140,16 @@ def test_space_that_zeros_on_the_device_may_not_need_is_a_warning(monkeypatch):
     device = {"kernel_pid": os.getpid(), "companions": [], "device_bytes": {"GPU-a": 8 << 30}}
     full = QuotaExceeded("It is full.")
 
-    def found(disk_free: int, served: int, quota: int = PLENTY) -> list[tuple[str, bool]]:
+    def found(disk_free: int, zeros: int, quota: int = PLENTY) -> list[tuple[str, bool]]:
         over_quota = lambda needed: full if needed > quota else None  # noqa: E731
-        options = {"disk_free": disk_free, "served": lambda: served, "over_quota": over_quota}
+        options = {"disk_free": disk_free, "zeros": lambda: zeros, "over_quota": over_quota}
         return [(each.code, each.blocks) for each in inspect(**device, **options)]
 
-    assert found(8 << 30, served=6 << 30) == [("NO_SPACE", False)]
-    assert found(8 << 30, served=1 << 20) == [("NO_SPACE", True)]
-    assert found(1 << 30, served=6 << 30) == [("NO_SPACE", True)]
-    assert found(PLENTY, served=6 << 30, quota=8 << 30) == [("QUOTA_EXCEEDED", False)]
-    assert found(PLENTY, served=6 << 30, quota=1 << 30) == [("QUOTA_EXCEEDED", True)]
+    assert found(8 << 30, zeros=6 << 30) == [("NO_SPACE", False)]
+    assert found(8 << 30, zeros=1 << 20) == [("NO_SPACE", True)]
+    assert found(1 << 30, zeros=6 << 30) == [("NO_SPACE", True)]
+    assert found(PLENTY, zeros=6 << 30, quota=8 << 30) == [("QUOTA_EXCEEDED", False)]
+    assert found(PLENTY, zeros=6 << 30, quota=1 << 30) == [("QUOTA_EXCEEDED", True)]
 
 
 @pytest.fixture

@@ -44,9 +44,10 @@ from jupyter_gpu_ckpt.files import clone
 from jupyter_gpu_ckpt.image import kept_files, layout, save_point, shared_chunks, verify
 from jupyter_gpu_ckpt.image.draft import Draft
 from jupyter_gpu_ckpt.image.image import Image
+from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.kernel import agent_requests
-from jupyter_gpu_ckpt.lifecycle import dump, going_back, host_memory
+from jupyter_gpu_ckpt.lifecycle import dump, going_back, host_memory, preflight
 from jupyter_gpu_ckpt.lifecycle.capsule_ahead import CapsuleAhead
 from jupyter_gpu_ckpt.lifecycle.context import Saved
 
@@ -613,12 +614,27 @@ async def test_of_program_code_only_what_the_quota_permits_is_copied(kernel, mon
 
     def limited(draft: Draft, bytes: int) -> None:
         if bytes > draft.size() + capacity:
-            raise QuotaExceeded("It would.")
+            raise QuotaExceeded("It would.", allowed=draft.size() + capacity, used=0)
         reserve(draft, bytes)
 
     monkeypatch.setattr(Draft, "reserve", limited)
     point = await kernel.provisioner.save("one")
     assert 0 < sum(facts.st_size for facts in code(point).values()) <= capacity
+
+
+async def test_a_quota_that_links_of_program_code_would_exceed_prevents_no_save(kernel, tmp_path, monkeypatch):
+    monkeypatch.setattr(clone, "_FICLONE", 0)  # as on a file system without reflinks
+    store, large = kernel.lifecycle.engine.store, 1 << 30
+    shutil.copy(_ctypes.__file__, tmp_path / "_lib.so")
+    os.truncate(tmp_path / "_lib.so", large)  # the loader ignores what is behind its sections
+    await kernel.run(LIBRARY)
+    first = await kernel.provisioner.save("one")
+    assert large in {facts.st_size for facts in code(first).values()}
+    needed = host_memory.resident(kernel.lifecycle.kernel) + preflight.MARGIN
+    monkeypatch.setattr(store, "quota", Quota(bytes=first.manifest.bytes + needed + large // 2))
+    second = await kernel.provisioner.save("two")
+    assert 0 < sum(facts.st_size for facts in code(second).values()) < large
+    store.check(second)
 
 
 async def test_a_quota_that_copies_of_program_code_would_exceed_prevents_no_save(kernel, monkeypatch):

@@ -43,8 +43,8 @@ _Static_assert(LONGEST_SLICE * (PART_BYTES / DIGEST_PAGE) * (sizeof(struct diges
                "for digests");
 
 /* Pinned memory, BUFFERS of a part's size for each worker, which pins them itself, and the stream of all their copies,
- * which always has the next one queued when one ends.  Outlives a transfer only if the driver refuses to release it.  One for each context:
- * all copy at the same time; and one for the examination meanwhile. */
+ * which always has the next one queued when one ends.  Outlives a transfer only if the driver refuses to release it.
+ * One for each context: all copy at the same time; and one for the examination meanwhile. */
 #define MAX_CONTEXTS (4 * MAX_DEVICES)
 static struct ring rings[MAX_CONTEXTS], scratch_rings[MAX_CONTEXTS];
 static atomic_bool mirrored; /* since the last transfer */
@@ -154,8 +154,11 @@ static struct part *claim(struct worker *worker)
     return worker->next < work->count ? &work->parts[worker->next++] : NULL;
 }
 
-/* Whether a part needs no copy: host memory has it already, zeros in any case, and those the device writes itself, for
- * the first part of several.  It never trusts fresh memory to hold any. */
+/* Beside the copies, if the driver has given it a stream of its own. */
+static CUstream stream_of_zeros(const struct ring *ring) { return ring->zeros != NULL ? ring->zeros : ring->stream; }
+
+/* Whether a part needs no copy: host memory has it already, zeros in any case; or the device writes its zeros itself,
+ * and with those of the first of several parts all of them.  It never trusts fresh memory to hold any. */
 static bool is_done(const struct work *work, struct part *part)
 {
     if (work->outwards && (part->zero || part->known))
@@ -164,7 +167,7 @@ static bool is_done(const struct work *work, struct part *part)
         return part->zero || part->known;
     return part->zeros == 0 ||
            (driver()->cuMemsetD8Async != NULL &&
-            driver()->cuMemsetD8Async(part->device, 0, part->zeros, work->ring->zeros) == CUDA_SUCCESS);
+            driver()->cuMemsetD8Async(part->device, 0, part->zeros, stream_of_zeros(work->ring)) == CUDA_SUCCESS);
 }
 
 /* Copy zeros that the device does not write. */
@@ -480,7 +483,7 @@ static void *examine(void *argument)
     return NULL;
 }
 
-/* Whether parts on the device are what is known of them in host memory.  Zeros were written there by the device. */
+/* Whether parts on the device are what is known of them in host memory.  Zeros came from no file. */
 static CUresult compare(const struct work *work, const struct part *parts, size_t count)
 {
     struct digest *digests;
@@ -528,8 +531,9 @@ static CUresult open_and_copy(struct work *work)
         result = map_ring(work->ring, work->context, work->most * BUFFERS * PART_BYTES, BUFFERS * PART_BYTES);
     if (result == CUDA_SUCCESS)
         result = driver()->cuStreamCreate(&work->ring->stream, CU_STREAM_NON_BLOCKING);
-    if (result == CUDA_SUCCESS && work->has_zeros)
-        result = driver()->cuStreamCreate(&work->ring->zeros, CU_STREAM_NON_BLOCKING);
+    if (result == CUDA_SUCCESS && work->has_zeros &&
+        driver()->cuStreamCreate(&work->ring->zeros, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)
+        work->ring->zeros = NULL;
     while (result == CUDA_SUCCESS && work->begun < work->most &&
            pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
         work->begun++;
@@ -621,7 +625,7 @@ static size_t divide(struct work *works)
     return count;
 }
 
-/* Have the first of parts of zeros that follow each other in a memory, whose parts begin at ``first``, stand for all. */
+/* Have the first of parts of zeros that follow each other stand for all; in a memory whose parts begin at ``first``. */
 static void join_zeros(struct work *work, size_t first, size_t count)
 {
     struct part *head = NULL;

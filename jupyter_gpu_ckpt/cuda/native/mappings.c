@@ -476,7 +476,7 @@ bool mappings_next_placed(size_t *at, struct placed *next)
         struct memory *memory = &memories[(*at)++];
         if (memory->address == 0)
             continue;
-        *next = (struct placed){memory->address, memory->bytes, &memory->offset};
+        *next = (struct placed){memory->bytes, &memory->offset};
         return true;
     }
     return false;

@@ -78,9 +78,8 @@ void mappings_in_child(void);
 /* Decide what is swapped.  Its offsets in host memory are those of the last time, if it was swapped then. */
 void mappings_plan(void);
 
-/* Memory that is swapped: its address, its bytes, and its offset in host memory, for the caller to change. */
+/* Memory that is swapped: its bytes, and its offset in host memory, for the caller to change. */
 struct placed {
-    CUdeviceptr address;
     size_t bytes, *offset;
 };
 

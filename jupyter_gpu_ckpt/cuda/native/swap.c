@@ -91,7 +91,7 @@ static bool next_placed(size_t *at, struct placed *next)
     for (; *at < slots; (*at)++) {
         struct allocation *each = &table[*at];
         if (each->address != 0 && !each->shared && each->context != NULL) {
-            *next = (struct placed){each->address, each->bytes, &each->offset};
+            *next = (struct placed){each->bytes, &each->offset};
             (*at)++;
             return true;
         }
@@ -119,61 +119,17 @@ static size_t plan(void)
 
 static bool fills_extents(size_t bytes) { return bytes % EXTENT_BYTES == 0; }
 
-/* Memory that fills extents comes first, so that it has them for itself: images share the extents that are equal.  Then
- * by address: what was allocated together often changes together. */
-static bool precedes(const struct placed *one, const struct placed *other)
-{
-    bool first = fills_extents(one->bytes), second = fills_extents(other->bytes);
-    return first != second ? first : one->address < other->address;
-}
-
-/* Have ``heap`` from ``root`` on be a heap, the last one at its root, if all below ``root`` is one. */
-static void sift(struct placed *heap, size_t root, size_t count)
-{
-    struct placed moved = heap[root];
-    for (size_t child; (child = 2 * root + 1) < count; root = child) {
-        if (child + 1 < count && precedes(&heap[child], &heap[child + 1]))
-            child++;
-        if (!precedes(&moved, &heap[child]))
-            break;
-        heap[root] = heap[child];
-    }
-    heap[root] = moved;
-}
-
-/* qsort(3) may allocate, and the program's threads are stopped: one of them may hold the lock of malloc(3). */
-static void sort(struct placed *all, size_t count)
-{
-    for (size_t root = count / 2; root-- > 0;)
-        sift(all, root, count);
-    for (size_t last = count; last-- > 1;) {
-        struct placed first = all[0];
-        all[0] = all[last];
-        all[last] = first;
-        sift(all, 0, last);
-    }
-}
-
+/* Memory that fills extents comes first, so that it has them for itself: images share the extents that are equal. */
 static void place_anew(void)
 {
-    size_t count = 0, end = 0;
+    size_t end = 0;
     struct placed each;
-    for (size_t at = 0; next_placed(&at, &each);)
-        count++;
-    size_t bytes = (count + 1) * sizeof each;
-    struct placed *all = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    bool sorted = all != MAP_FAILED;
-    for (size_t at = 0, number = 0; sorted && next_placed(&at, &each); number++)
-        all[number] = each;
-    if (sorted)
-        sort(all, count);
-    for (size_t at = 0, number = 0; sorted ? number < count : next_placed(&at, &each); number++) {
-        const struct placed *next = sorted ? &all[number] : &each; /* without memory, as they are in the tables */
-        *next->offset = end;
-        end += next->bytes;
-    }
-    if (sorted)
-        munmap(all, bytes);
+    for (int filling = 1; filling >= 0; filling--)
+        for (size_t at = 0; next_placed(&at, &each);)
+            if (fills_extents(each.bytes) == (filling != 0)) {
+                *each.offset = end;
+                end += each.bytes;
+            }
 }
 
 /* Pages of host memory, for each whether it has a memory's content. */
@@ -195,7 +151,7 @@ static bool claim(struct layout *layout, size_t offset, size_t count)
 
 static size_t round_up(size_t page, size_t step) { return (page + step - 1) / step * step; }
 
-/* The first hole of so many pages; behind all that there is one.  Of memory that fills extents: of extents. */
+/* The first hole of so many pages; behind all that there is one.  Of memory that fills extents: of whole ones. */
 static size_t hole(struct layout *layout, size_t count)
 {
     size_t step = fills_extents(count * DIGEST_PAGE) ? EXTENT_BYTES / DIGEST_PAGE : 1;
@@ -223,12 +179,13 @@ static bool place_again(struct layout *layout, size_t all)
         if (*each.offset != NOT_COPIED && (*each.offset + each.bytes > host_memory_bytes() ||
                                            !claim(layout, *each.offset, pages_of(each.bytes))))
             *each.offset = NOT_COPIED;
-    for (size_t at = 0; next_placed(&at, &each);)
-        if (*each.offset == NOT_COPIED) {
-            *each.offset = hole(layout, pages_of(each.bytes)) * DIGEST_PAGE;
-            if (!claim(layout, *each.offset, pages_of(each.bytes)))
-                return false;
-        }
+    for (int filling = 1; filling >= 0; filling--) /* first, so that others get what is left between them */
+        for (size_t at = 0; next_placed(&at, &each);)
+            if (*each.offset == NOT_COPIED && fills_extents(each.bytes) == (filling != 0)) {
+                *each.offset = hole(layout, pages_of(each.bytes)) * DIGEST_PAGE;
+                if (!claim(layout, *each.offset, pages_of(each.bytes)))
+                    return false;
+            }
     return layout->end * DIGEST_PAGE <= all + all / 4 + 4 * EXTENT_BYTES;
 }
 

@@ -124,9 +124,16 @@ def test_zeros_are_written_as_many_parts_at_a_time(sliced, doubles):
         with subject.control() as control:
             rounds(subject, control, copies=1)
             assert subject.calls()[WRITTEN_BY] == 5 + 2 + 3, "8 MiB at most, and none beyond other bytes"
-            subject.fail(WRITTEN_BY, 2, FAULT)
+            subject.fail(WRITTEN_BY, 1, FAULT, lasting=True)
             control.must("copy_out", "free", "swap_in")
-            assert subject.calls()[COPIES[1]] == 3, "those that the driver did not write are copied"
+            assert subject.calls()[COPIES[1]] == 18, "those that the driver does not write are copied"
+            subject.fail()
+            for nth, result in ((1, FAULT), (2, FAULT), (3, 0)):  # the dry run's, that of the copies, and of zeros
+                control.must("copy_out", "free")
+                subject.fail("cuStreamCreate", nth, FAULT)
+                assert control.ask("swap_in")["cuda"] == result
+                subject.fail()
+                control.must("swap_in")
         assert subject.ask("last", number) == "0"
 
 

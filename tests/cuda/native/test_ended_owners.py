@@ -91,9 +91,14 @@ def servers(tmp_path, runtime_base, programs, doubles, criu_binary):
     }
     over, most = threading.Event(), [0]
 
+    def published() -> dict[str, str]:
+        return {path.name: path.read_text() for path in (tmp_path / "memory").glob("*.json")}
+
     def watch() -> None:
         while not over.wait(0.02):
-            most.append(occupied(tmp_path / "memory").get(A, 0))
+            before, bytes = published(), occupied(tmp_path / "memory").get(A, 0)
+            if published() == before:  # else one has left, and another come, between the looks at both
+                most.append(bytes)
 
     watcher = threading.Thread(target=watch)
     try:

@@ -362,7 +362,7 @@ def test_a_call_is_all_that_makes_the_library_listen(programs, doubles, runtime_
 
 
 def test_on_another_machine_there_is_no_gate_and_no_error(doubles):
-    built = build_library(doubles, define="GPU_CKPT_WITHOUT_DLSYM")
+    built = build_library(doubles, define=("GPU_CKPT_WITHOUT_DLSYM",))
     with running(built, doubles, direct=True) as subject:
         subject.alloc(1, 4 * MIB)
         with subject.control() as control:

@@ -168,7 +168,7 @@ def test_programs_without_shared_libraries_and_of_other_users_are_as_ever(progra
 
 def test_without_the_jump_names_that_are_linked_are_served(doubles):
     """On another machine than x86-64: as `lookup.h` says."""
-    built = build(doubles, define="GPU_CKPT_WITHOUT_DLSYM")
+    built = build(doubles, define=("GPU_CKPT_WITHOUT_DLSYM",))
     with running(built, doubles, direct=True) as subject:
         subject.alloc(1, 4 * MIB, "cuda", "full")
         with Control(subject.path) as control:

@@ -272,6 +272,12 @@ def obstacle(path: str, file: KeptFile, image: Path) -> str:
     return ""
 
 
+def mode_of_directory(file: KeptFile) -> int:
+    """Return the mode for a directory that is made for a file.  An installer leaves the mode of one that is there."""
+    readers = file.mode & 0o044 if file.copy.startswith(layout.LIBRARIES) else 0
+    return 0o700 | readers | readers >> 2
+
+
 def put_back(path: str, file: KeptFile, directory: Path, *, database: int = 0) -> None:
     """Replace the file at ``path``, atomically, by the kept one, as its owner's.  Raises `OSError`, `ImageDamaged`.
 

@@ -278,8 +278,8 @@ def _listed(texts: list[str], separator: str) -> str:
 def put_files_back(image: Image, paths: Iterable[str], files: Readable, present: Image | None) -> None:
     """Replace files by those that a save point has kept; ``present``: has noted which, for its own wake.
 
-    A directory that is gone is made again, for the user alone: of directories nothing is kept.  Raises `MissingFile`,
-    `ImageDamaged`, `StoreUnwritable`.
+    A directory that is gone is made again, for the user alone: of directories nothing is kept; one of program code for
+    those who may read that.  Raises `MissingFile`, `ImageDamaged`, `StoreUnwritable`.
     """
     kept, paths = kept_files.of_image(image), list(paths)
     if not paths:
@@ -297,7 +297,9 @@ def put_files_back(image: Image, paths: Iterable[str], files: Readable, present:
     for path in paths:
         folder = Path(path).parent
         try:
-            folder.mkdir(0o700, parents=True, exist_ok=True)
+            if not folder.is_dir():
+                folder.mkdir(0o700, parents=True, exist_ok=True)
+                folder.chmod(kept_files.mode_of_directory(kept[path]))
             kept_files.put_back(path, kept[path], directory, database=opened.get(path, 0))
         except OSError as error:
             hint = f"Allow new files in {folder}."

@@ -15,6 +15,7 @@ import select
 import shutil
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 import tempfile
@@ -575,6 +576,21 @@ async def test_a_library_that_was_replaced_is_put_back_from_the_copy_that_save_p
     verify.verify(first.path, kernel.lifecycle.engine.store.keys)
     await kernel.provisioner.back(before.manifest.save_point["name"], "then")
     assert filecmp.cmp(tmp_path / "_lib.so", _json.__file__, shallow=False)
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o640])
+async def test_a_package_that_was_removed_is_put_back_for_all_who_could_use_it(kernel, tmp_path, monkeypatch, mode):
+    monkeypatch.setattr(clone, "_FICLONE", 0)  # as on a file system without reflinks
+    library = tmp_path / "package" / "_lib.so"
+    library.parent.mkdir()
+    shutil.copy(_ctypes.__file__, library)
+    library.chmod(mode)
+    await kernel.run("import ctypes; library = ctypes.CDLL('./package/_lib.so')")
+    await kernel.provisioner.save("one")
+    library.rename(tmp_path / "kept")  # else an ordinary user's kernel could not be saved
+    library.parent.rmdir()
+    await kernel.provisioner.back("one", "then")
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (library, library.parent)] == [mode, 0o750 | mode & 0o5]
 
 
 async def test_a_library_that_was_replaced_and_not_copied_has_no_choice_and_the_hint_says_so(

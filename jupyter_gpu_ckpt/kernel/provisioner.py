@@ -195,7 +195,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         min=0,
         help="Limit in bytes for the copies of program code (libraries) in a save point, the smallest files "
         "first, so that it can go back after another version was installed. They are made when the kernel runs again, "
-        "and once: save points share them. Not for encrypted images.",
+        "and once: save points share them. A quarter of what disk and quota have left is the most. Not for encrypted "
+        "images.",
     ).tag(config=True)
 
     fast_path = Enum(

@@ -52,6 +52,8 @@ _TURNS = threading.BoundedSemaphore(8)
 #: Dumps that are tried while a child of the kernel is killed during each; and while each is interrupted by a signal, or
 #: meets the kernel at a moment whose state passes.
 _TRIES, _TRIES_INTERRUPTED = 3, 5
+#: The part of the space on the disk, and in the quota, that a save point may take for program code.
+_CODE_PART = 4
 
 
 def disconnect(attempt: Attempt) -> None:
@@ -577,24 +579,24 @@ def _final_manifest(attempt: Attempt) -> Manifest:
 
 
 def _kept_code(attempt: Attempt, draft: Draft, manifest: Manifest) -> dict[str, kept_files.KeptFile]:
-    """Keep the program code of a save point, where no kernel waits for that, and the quota has room for it."""
+    """Keep the program code of a save point, where no kernel waits for that, as far as disk and quota have space.
+
+    The smallest files first; most of the space is left for other images.
+    """
     kernel, store, files = attempt.kernel, attempt.kernel.engine.store, manifest.fingerprint.get("files", {})
     code = {path: facts for path, facts in files.items() if facts.get("code") and path not in attempt.kept}
     most = min(kernel.settings.kept_code_bytes, sum(facts.get("size", 0) for facts in code.values()))
     if not attempt.continues or store.vault.encrypts:
         return {}
-    size = draft.size()
+    if (full := store.over_quota(kernel.home.kernel_id, _CODE_PART * most)) is not None:  # this draft counts as used
+        most = (full.details.get("allowed", 0) - full.details.get("used", 0)) // _CODE_PART
     try:
-        draft.reserve(size + most)
-    except errors.QuotaExceeded as full:  # the smaller ones are kept
-        most = full.details.get("allowed", 0) - full.details.get("used", 0) - size
-        try:
-            draft.reserve(size + most)
-        except errors.QuotaExceeded:
-            return {}
+        draft.reserve(draft.size() + most)
+    except errors.QuotaExceeded:
+        return {}
     if most <= 0:
         return {}
-    points, free = store.unencrypted_save_points(), store.free() - preflight.MARGIN
+    points, free = store.unencrypted_save_points(), (store.free() - preflight.MARGIN) // _CODE_PART
     kept = kept_files.keep_code(code, draft.criu_directory / layout.KEPT, most, free, points)
     draft.add_hashed(kept_files.entries(kept))
     return kept

@@ -30,6 +30,7 @@ from ..image.lease import MOMENT
 from ..image.manifest import Manifest
 from ..image.store import Store
 from ..node import databases
+from ..node.facts import same_file
 from ..node.match import require
 from ..node.mismatch import Mismatch
 from ..process import sqlite_wal
@@ -210,7 +211,8 @@ def _why_not_then(path: str, image: Image, file: KeptFile | None) -> str:
     if stat.S_ISDIR(was.get("mode") or 0):
         why = "it is a directory"
     elif was.get("code"):
-        why = "it is program code, and larger than all that is copied (`save_point_code_bytes`), or the disk was full"
+        why = "of program code it keeps the smallest files, up to `save_point_code_bytes` and a quarter of what disk "
+        why += "and quota have left, and none if it is encrypted"
     elif file is None and not was.get("writes"):
         why = "it was only read, and only small files are copied then"
     elif file is not None and not file.mode & stat.S_IRUSR:
@@ -347,6 +349,21 @@ def replaced(image: Image) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return {str(path): THEN for path in paths} if isinstance(paths, list) else {}
+
+
+def put_code_back(store: Store, point: Image, asleep: Image, then: Iterable[str]) -> None:
+    """Put program code back from a save point that the image ``asleep`` needs, too: else it could not be woken.
+
+    Only where that is all that it needs, and is of ``then``, what is to be put back in any case.  Raises as
+    `put_missing_files_back`.
+    """
+    found = compatibility.file_mismatches(asleep.manifest, store, accept_changed_files=True)
+    needed = {each.path for each in found if each.hard}
+    of_point, own = (image.manifest.fingerprint.get("files", {}) for image in (point, asleep))
+    same = {path for path in {*then} & own.keys() & of_point.keys() if same_file(own[path], of_point[path])}
+    if needed and needed <= same:
+        with store.readable(point) as files:
+            put_files_back(point, sorted(needed), files, None)
 
 
 def is_covered(store: Store, present: Image, then: Iterable[str]) -> bool:

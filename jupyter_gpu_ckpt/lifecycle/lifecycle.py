@@ -183,6 +183,7 @@ class Lifecycle:
                 # belong to the state that is saved.
                 if asleep.is_save_point:
                     going_back.put_missing_files_back(store, asleep)
+                going_back.put_code_back(store, point, asleep, then)
                 self._perform(Move.RESTORE, State.RUNNING, accept_changed_files=True)
                 asleep, then = None, going_back.check(kernel, point, files, gpu_map)
             stack.callback(kernel.release_point_lease)

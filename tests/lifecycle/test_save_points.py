@@ -578,6 +578,27 @@ async def test_a_library_that_was_replaced_is_put_back_from_the_copy_that_save_p
     assert filecmp.cmp(tmp_path / "_lib.so", _json.__file__, shallow=False)
 
 
+async def test_a_kernel_that_sleeps_goes_back_to_the_libraries_that_were_replaced_meanwhile(
+    kernel, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(clone, "_FICLONE", 0)  # as on a file system without reflinks
+    shutil.copy(_ctypes.__file__, tmp_path / "_lib.so")
+    await kernel.run(f"{LIBRARY}; x = 1")
+    await kernel.provisioner.save("one")
+    await kernel.run("x = 2")
+    await kernel.provisioner.checkpoint()
+    (tmp_path / "_lib.so").unlink()
+    shutil.copy(_json.__file__, tmp_path / "_lib.so")
+    with pytest.raises(FilesDiffer):
+        await kernel.provisioner.back("one")
+    assert filecmp.cmp(tmp_path / "_lib.so", _json.__file__, shallow=False), "nobody has chosen yet"
+    before = await kernel.provisioner.back("one", "then")
+    assert await kernel.run("print(x, library._name)") == "1 ./_lib.so"
+    assert filecmp.cmp(tmp_path / "_lib.so", _ctypes.__file__, shallow=False)
+    await kernel.provisioner.back(before.manifest.save_point["name"])
+    assert await kernel.run("print(x, library._name)") == "2 ./_lib.so"
+
+
 @pytest.mark.parametrize("mode", [0o755, 0o640])
 async def test_a_package_that_was_removed_is_put_back_for_all_who_could_use_it(kernel, tmp_path, monkeypatch, mode):
     monkeypatch.setattr(clone, "_FICLONE", 0)  # as on a file system without reflinks
@@ -624,33 +645,25 @@ async def test_the_limit_of_program_code_is_one_of_each_save_point_and_not_of_ea
     assert points[1].keys() == points[0].keys()
 
 
-async def test_of_program_code_only_what_the_quota_permits_is_copied(kernel, monkeypatch):
+@pytest.mark.parametrize("shares", [True, False])
+async def test_of_program_code_a_save_point_has_only_a_part_of_what_the_quota_permits(
+    kernel, tmp_path, monkeypatch, shares
+):
     monkeypatch.setattr(clone, "_FICLONE", 0)  # as on a file system without reflinks
-    capacity, reserve = 8 << 20, Draft.reserve
-
-    def limited(draft: Draft, bytes: int) -> None:
-        if bytes > draft.size() + capacity:
-            raise QuotaExceeded("It would.", allowed=draft.size() + capacity, used=0)
-        reserve(draft, bytes)
-
-    monkeypatch.setattr(Draft, "reserve", limited)
-    point = await kernel.provisioner.save("one")
-    assert 0 < sum(facts.st_size for facts in code(point).values()) <= capacity
-
-
-async def test_a_quota_that_links_of_program_code_would_exceed_prevents_no_save(kernel, tmp_path, monkeypatch):
-    monkeypatch.setattr(clone, "_FICLONE", 0)  # as on a file system without reflinks
-    store, large = kernel.lifecycle.engine.store, 1 << 30
+    store, large, used = kernel.lifecycle.engine.store, 1 << 30, 0
     shutil.copy(_ctypes.__file__, tmp_path / "_lib.so")
     os.truncate(tmp_path / "_lib.so", large)  # the loader ignores what is behind its sections
     await kernel.run(LIBRARY)
-    first = await kernel.provisioner.save("one")
-    assert large in {facts.st_size for facts in code(first).values()}
+    if shares:
+        first = await kernel.provisioner.save("one")
+        used = first.manifest.bytes
+        assert large in {facts.st_size for facts in code(first).values()}
     needed = host_memory.resident(kernel.lifecycle.kernel) + preflight.MARGIN
-    monkeypatch.setattr(store, "quota", Quota(bytes=first.manifest.bytes + needed + large // 2))
+    monkeypatch.setattr(store, "quota", Quota(bytes=used + needed + 2 * large))
     second = await kernel.provisioner.save("two")
     assert 0 < sum(facts.st_size for facts in code(second).values()) < large
     store.check(second)
+    await kernel.provisioner.save("three")
 
 
 async def test_a_quota_that_copies_of_program_code_would_exceed_prevents_no_save(kernel, monkeypatch):

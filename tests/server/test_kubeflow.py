@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from waiting import until
+
 
 def read(live) -> dict[str, dict]:
     """Return what the notebook controller reads of each kernel."""
@@ -13,8 +15,10 @@ def read(live) -> dict[str, dict]:
 
 def test_a_sleeping_kernel_is_idle_since_its_last_cell_and_is_not_woken_by_the_culler(live, kernel_id):
     live.run(kernel_id, "x = 41")
+    until(
+        lambda: read(live)[kernel_id]["execution_state"] == "idle", "the kernel is idle, which it says after its reply"
+    )
     before = read(live)[kernel_id]
-    assert before["execution_state"] == "idle"
     live.do(kernel_id, "suspend")
     assert read(live)[kernel_id] == before
     live.do(kernel_id, "resume")

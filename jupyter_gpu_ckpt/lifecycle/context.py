@@ -324,9 +324,9 @@ class KernelState:
     lasting_refusal: Refusal | None = None
     #: The driver's last refusal, with a reason, to checkpoint the process.
     refused_checkpoint: UnsupportedCuda | None = None
-    #: Bytes of device memory that the library moves, and of them those that were no zeros, when an image had no space
-    #: for all of it.
-    other_than_zeros: tuple[int, int] | None = None
+    #: The process, its bytes of device memory that the library moves, and of them those that were no zeros, when an
+    #: image had no space for all of it.
+    other_than_zeros: tuple[int, int, int] | None = None
     #: Whether the gate has no connection to the process.  Without CUDA state that is made again by the next step that
     #: needs it; a suspended kernel, whose threads may be frozen, cannot answer it and is connected when it is resumed.
     disconnected: bool = False

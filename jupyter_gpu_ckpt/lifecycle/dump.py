@@ -194,7 +194,8 @@ def _needed(attempt: Attempt, bytes: int) -> int:
     there = _make_space(kernel, written)
     if attempt.counts_on_zeros:
         other = kernel.fast_path().host_memory_bytes() + host_memory.spilled_bytes(kernel)
-        kernel.other_than_zeros = cuda_processes.amounts(kernel).bytes, other
+        pid = kernel.require_capsule().host_pid
+        kernel.other_than_zeros = pid, cuda_processes.amounts(kernel).bytes, other
         preflight.require_space(written - there, store.free())
     return needed + host_memory.spilled_bytes(kernel)
 
@@ -590,11 +591,11 @@ def _kept_code(attempt: Attempt, draft: Draft, manifest: Manifest) -> dict[str, 
         return {}
     if (full := store.over_quota(kernel.home.kernel_id, _CODE_PART * most)) is not None:  # this draft counts as used
         most = (full.details.get("allowed", 0) - full.details.get("used", 0)) // _CODE_PART
+    if most <= 0:
+        return {}
     try:
         draft.reserve(draft.size() + most)
     except errors.QuotaExceeded:
-        return {}
-    if most <= 0:
         return {}
     points, free = store.unencrypted_save_points(), (store.free() - preflight.MARGIN) // _CODE_PART
     kept = kept_files.keep_code(code, draft.criu_directory / layout.KEPT, most, free, points)

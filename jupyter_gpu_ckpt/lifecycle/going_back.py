@@ -354,8 +354,8 @@ def replaced(image: Image) -> dict[str, str]:
 def put_code_back(store: Store, point: Image, asleep: Image, then: Iterable[str]) -> None:
     """Put program code back from a save point that the image ``asleep`` needs, too: else it could not be woken.
 
-    Only where that is all that it needs, and is of ``then``, what is to be put back in any case.  Raises as
-    `put_missing_files_back`.
+    Only where that is all that it needs, and is of ``then``, what is to be put back in any case.  Nothing keeps what is
+    replaced: no state of the kernel has used it.  Raises as `put_missing_files_back`.
     """
     found = compatibility.file_mismatches(asleep.manifest, store, accept_changed_files=True)
     needed = {each.path for each in found if each.hard}

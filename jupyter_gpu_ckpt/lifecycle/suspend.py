@@ -213,8 +213,9 @@ def _possible_zeros(kernel: KernelState) -> int:
     if kernel.engine.store.vault.encrypts:  # memory, not the disk, is what may be too small then
         return 0
     bytes = _allocated(kernel)
-    before, other = kernel.other_than_zeros or (0, 0)
-    return bytes - other if bytes == before else bytes
+    pid, before, other = kernel.other_than_zeros or (0, 0, 0)
+    is_known = (pid, before) == (kernel.require_capsule().host_pid, bytes)
+    return bytes - other if is_known else bytes
 
 
 def _allocated(kernel: KernelState) -> int:

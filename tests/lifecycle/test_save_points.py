@@ -650,7 +650,7 @@ async def test_of_program_code_a_save_point_has_only_a_part_of_what_the_quota_pe
     kernel, tmp_path, monkeypatch, shares
 ):
     monkeypatch.setattr(clone, "_FICLONE", 0)  # as on a file system without reflinks
-    store, large, used = kernel.lifecycle.engine.store, 1 << 30, 0
+    store, large, used = kernel.lifecycle.engine.store, 256 << 20, 0
     shutil.copy(_ctypes.__file__, tmp_path / "_lib.so")
     os.truncate(tmp_path / "_lib.so", large)  # the loader ignores what is behind its sections
     await kernel.run(LIBRARY)

@@ -19,7 +19,7 @@ from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.errors import CapsuleError, CriuError, GpuCkptError, ImageDamaged, NoSpace
 from jupyter_gpu_ckpt.files import direct_io
-from jupyter_gpu_ckpt.image import device_memory
+from jupyter_gpu_ckpt.image import chunk_cache, device_memory
 from jupyter_gpu_ckpt.image.encryption import PlainDirectory, Vault
 from jupyter_gpu_ckpt.image.save_point import SavePoint
 from jupyter_gpu_ckpt.image.store import Store
@@ -249,8 +249,13 @@ def test_zeros_need_no_space_and_what_does_is_known_when_it_is_off_the_gpu(kerne
         kernel.lifecycle.checkpoint()
     kernel.runs_on()
     assert finding().blocks, "it is known now, and the kernel need not wait for that again"
-    kernel.lifecycle.kernel.other_than_zeros = None
-    monkeypatch.setattr(Store, "free", lambda _: free - kernel.blocks)
+    monkeypatch.setattr(Store, "free", lambda _: 1 << 40)
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    cached = chunk_cache.evictable_bytes(kernel.store.root)
+    monkeypatch.setattr(Store, "free", lambda _: free - cached)
+    assert not finding().blocks, "of another process nothing is known"
+    monkeypatch.setattr(Store, "free", lambda _: free - cached - kernel.blocks)
     assert finding().blocks, "whatever is zeros"
 
 

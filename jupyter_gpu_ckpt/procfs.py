@@ -217,13 +217,28 @@ def maps(
 
 def published(pid: int, mappings: Iterable[MemoryMapping], mark: bytes, size: int) -> bytes | None:
     """Return the bytes behind a mark in some of a process's mappings, or None where it is not.  Raises `OSError`."""
+    at = address_of(pid, mappings, mark, size)
+    return None if at is None else published_at(pid, at, mark, size)
+
+
+def address_of(pid: int, mappings: Iterable[MemoryMapping], mark: bytes, size: int) -> int | None:
+    """Return the address of a mark with so many bytes behind it in some of a process's mappings, or None.
+
+    Raises `OSError`.
+    """
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         for mapping in mappings:
             content = os.pread(memory.fileno(), mapping.end - mapping.start, mapping.start)
-            at = content.find(mark)
-            if at >= 0 and len(found := content[at + len(mark) :][:size]) == size:
-                return found
+            if 0 <= (at := content.find(mark)) <= len(content) - len(mark) - size:
+                return mapping.start + at
     return None
+
+
+def published_at(pid: int, address: int, mark: bytes, size: int) -> bytes | None:
+    """Return the bytes behind the mark at an address, or None where it is not.  Raises `OSError`."""
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        content = os.pread(memory.fileno(), len(mark) + size, address)
+    return content[len(mark) :] if content.startswith(mark) and len(content) == len(mark) + size else None
 
 
 def _unescaped(pid: int, start: int, end: int, name: str) -> str:

@@ -57,6 +57,9 @@ def test_what_a_process_publishes_in_its_memory_is_behind_a_mark(gone):
         found = [mapping for mapping in procfs.maps(os.getpid()) if mapping.contains(address)]
         others = [mapping for mapping in procfs.maps(os.getpid()) if mapping.name == "[stack]"]
         assert procfs.published(os.getpid(), [*others, *found], mark, 5) == b"facts"
+        assert procfs.address_of(os.getpid(), [*others, *found], mark, 5) == address + 100
+        assert procfs.published_at(os.getpid(), address + 100, mark, 5) == b"facts"
+        assert procfs.published_at(os.getpid(), address + 99, mark, 5) is None
         assert procfs.published(os.getpid(), others, mark, 5) is None
         assert procfs.published(os.getpid(), found, mark[:8] + mark[:8], 5) is None
         memory[-18:] = mark + b"fa"

@@ -141,6 +141,10 @@ class _Published(NamedTuple):
     mirrored: int
 
 
+#: Where processes had the mark, by pid; another process that gets the pid does not have it there.
+_marks = dict[int, int]()
+_MOST_MARKS = 4096
+
 #: Of a kernel without the library.
 _NOTHING = _Published(_VERSION, _State.ON_DEVICE, 0, 0, 0, b"", 0)
 
@@ -214,7 +218,7 @@ class FastPath:
     def why_slow(self, on_device: int) -> str:
         """Return why the driver has to move most of the kernel's ``on_device`` bytes; "" if the library moves them."""
         try:
-            if not any(mapping.name.endswith(_LIBRARY) for mapping in procfs.maps(self._pid, named=_LIBRARY)):
+            if _published(self._pid) is _NOTHING:
                 return preload().why or _WITHOUT[self._child is not None]
             others = on_device - self.amounts().bytes
         except (OSError, CudaError, ProtocolVersion):  # the process ends, or is busy: the caller's next step reports it
@@ -444,17 +448,16 @@ class FastPath:
         lock_s: float,
         timeout_s: float,
         choose_directory: ChooseDirectory = lambda _, __: None,
-        for_others: bool = False,
         held: HeldMemory | None = None,
     ) -> int:
         """Copy all allocations to host memory and free them.  Return the bytes moved, 0 if the library cannot.
 
         The process is ``LOCKED`` before and after.  With 0, the allocations are unchanged, and left to the driver.
         ``choose_directory`` gets their bytes, and those of host memory that a copy of them has already; it returns a
-        directory on a disk if host memory is too small.  If it raises, nothing is swapped out.  ``for_others``: free
-        each allocation as soon as its copy is complete, so that others have its memory meanwhile.  ``held``: gets what
-        can stay on the GPU until the swap in, if none of it is for others.  *After failure* the kernel may be unlocked,
-        and allocations swapped out: `swap_in` repairs that.
+        directory on a disk if host memory is too small.  If it raises, nothing is swapped out.  Each allocation is
+        freed as soon as its copy is complete, and others have its memory meanwhile; unless ``held`` gets what can stay
+        on the GPU until the swap in.  *After failure* the kernel may be unlocked, and allocations swapped out:
+        `swap_in` repairs that.
         """
         pid = self._pid
         try:
@@ -472,14 +475,13 @@ class FastPath:
             self._cuda.unlock(pid)
             try:
                 with self._library(timeout_s) as library:
-                    if library and for_others:
+                    if library and held is None:
                         may_run = False
                         library.request("move_out")
-                    elif library:
+                    elif library and held is not None:
                         library.request("copy_out")
                         may_run = False
-                        if held is not None:
-                            library.hold(held)
+                        library.hold(held)
                         library.request("free")
             except _NoReply as error:
                 # Do not lock: the library, still working, would wait for the driver's lock forever.
@@ -818,11 +820,25 @@ def _mode(name: str, directory: int) -> int:
 
 
 def _published(pid: int) -> _Published:
-    """Read what the library in a process publishes, behind its mark.  Raises `OSError`."""
+    """Read what the library in a process publishes, behind its mark; `_NOTHING` without one.  Raises `OSError`."""
+    found = None
+    with contextlib.suppress(OSError, KeyError):  # where it was: to look through thousands of mappings takes 3 ms
+        found = procfs.published_at(pid, _marks[pid], _MARK, _PUBLISHED.size)
+    if found is None and (at := _find_mark(pid)) is not None:
+        found = procfs.published_at(pid, at, _MARK, _PUBLISHED.size)
+    return _NOTHING if found is None else _Published(*_PUBLISHED.unpack(found))
+
+
+def _find_mark(pid: int) -> int | None:
+    """Return the address of the mark in the library's memory, and note it; None without a library."""
     mappings = (mapping for mapping in procfs.maps(pid, named=_LIBRARY) if mapping.permissions.startswith("rw"))
     library = [mapping for mapping in mappings if mapping.name.removesuffix(" (deleted)").endswith(_LIBRARY)]
-    found = procfs.published(pid, library, _MARK, _PUBLISHED.size)
-    return _NOTHING if found is None else _Published(*_PUBLISHED.unpack(found))
+    at = procfs.address_of(pid, library, _MARK, _PUBLISHED.size)
+    if at is not None:
+        if len(_marks) >= _MOST_MARKS:
+            _marks.clear()
+        _marks[pid] = at
+    return at
 
 
 def _copy_timeout(amounts: Amounts, directory: Path | None, timeout_s: float) -> float:

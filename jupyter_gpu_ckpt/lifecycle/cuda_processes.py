@@ -232,13 +232,12 @@ def swap_out(
     *,
     timeout_s: float,
     choose_directory: ChooseDirectory,
-    for_others: bool = False,
     held: HeldMemory | None = None,
 ) -> tuple[dict[int, int], dict[str, float]]:
     """Have the libraries of locked processes swap out their memory, at the same time.
 
     Return the bytes by process, and the `FastPath.parts` of the kernel's own.  ``choose_directory``: of the kernel's
-    own, as for `FastPath.swap_out`; see there for ``for_others``, ``held`` and a failure.
+    own, as for `FastPath.swap_out`; see there for ``held`` and a failure.
     """
     own = kernel.require_capsule().host_pid
     moved, paths = dict.fromkeys(pids, 0), {pid: kernel.fast_path(pid=pid) for pid in pids}
@@ -248,7 +247,6 @@ def swap_out(
             lock_s=kernel.settings.cuda,
             timeout_s=timeout_s,
             choose_directory=choose_directory,
-            for_others=for_others,
             held=held if pid == own else None,
         )
 

@@ -381,7 +381,6 @@ def cuda_suspend(attempt: Attempt) -> None:
                 locked,
                 timeout_s=deadline,
                 choose_directory=choose,
-                for_others=for_others,
                 held=attempt.held if attempt.continues and len(saved.device_bytes) == 1 else None,
             )
         attempt.traced.parts |= {f"swap_out/{name}": seconds for name, seconds in moments.items()}

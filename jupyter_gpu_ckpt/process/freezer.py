@@ -373,14 +373,15 @@ class _AddressRanges:
     """The addresses of mappings, which are in ascending order."""
 
     def __init__(self, mappings: Iterable[procfs.MemoryMapping]) -> None:
-        self._ranges = [(mapping.start, mapping.end) for mapping in mappings]
+        ranges = [(mapping.start, mapping.end) for mapping in mappings]
+        self._starts, self._ends = [start for start, _ in ranges], [end for _, end in ranges]
 
     def __len__(self) -> int:
-        return len(self._ranges)
+        return len(self._starts)
 
     def __contains__(self, address: int) -> bool:
-        index = bisect.bisect_right(self._ranges, address, key=lambda range: range[0]) - 1
-        return index >= 0 and address < self._ranges[index][1]
+        index = bisect.bisect_right(self._starts, address) - 1
+        return index >= 0 and address < self._ends[index]
 
 
 class _Shared(NamedTuple):

@@ -4,7 +4,7 @@
  *                                                      "kept", "mirrors", "managed", "shared", "touches", "known"}
  *   copy_out  copy all allocations to host memory      the same, and {"cuda": CUresult, "seconds", "parts"}
  *   free      free the device memory of the copied     likewise
- *   move_out  both at the same time: free each memory as soon as it is copied, for others who wait for it: likewise
+ *   move_out  both at the same time: free each memory as soon as it is copied: likewise
  *   swap_in   bring everything back to the device      likewise; opens the launch gate
  *   swap_in MILLISECONDS   the same while others leave it: memory is created as it becomes free.  Fails when for so long
  *                          nothing more could be created: likewise

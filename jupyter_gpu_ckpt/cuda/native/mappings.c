@@ -618,9 +618,12 @@ CUresult mappings_unmap(bool past_errors)
 static CUresult each_mapping_of(struct memory *memory, CUresult (*step)(struct mapping *, struct memory *))
 {
     CUresult result = CUDA_SUCCESS;
-    for (size_t at = 0; at < mapping_count && result == CUDA_SUCCESS; at++)
-        if (mappings[at].handle == memory->handle)
+    size_t left = memory->mappings, at = left == 1 ? first_mapping(memory->address) : 0;
+    for (; left != 0 && at < mapping_count && result == CUDA_SUCCESS; at++)
+        if (mappings[at].handle == memory->handle) {
             result = step(&mappings[at], memory);
+            left--;
+        }
     return result;
 }
 

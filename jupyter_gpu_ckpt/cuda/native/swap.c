@@ -372,10 +372,12 @@ CUresult swap_move_out(void)
     }
     partly = exclude_present();
     content = partly != 0 ? SWAPPED_OUT : content;
-    if (partly == 0)
-        free_host();
-    else
+    if (partly != 0)
         swap_in();
+    else {
+        mappings_swapped_in(); /* nothing is away */
+        free_host();
+    }
     return result;
 }
 

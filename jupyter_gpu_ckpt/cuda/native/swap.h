@@ -42,9 +42,9 @@ size_t swap_export(int *descriptors, size_t most, size_t *bytes);
  * `swap_in`. */
 CUresult swap_free_device(void);
 
-/* Both at the same time: free each memory as soon as its copy is complete, for others who wait for it.  After failure as
- * `swap_free_device`; where what was freed already cannot be had again, that alone is in host memory, and the driver has
- * the rest. */
+/* Both at the same time: free each memory as soon as its copy is complete, so that the bus is busy meanwhile, and others
+ * have it early.  After failure as `swap_free_device`; where what was freed already cannot be had again, that alone is
+ * in host memory, and the driver has the rest. */
 CUresult swap_move_out(void);
 
 /* Discard a copy whose allocations are still on the device, unless it is kept. */

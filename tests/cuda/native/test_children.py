@@ -144,7 +144,7 @@ def test_a_child_that_is_killed_at_any_step_makes_neither_a_failure_nor_a_loss(f
         if not killer.said:
             child.kill()
             break
-    for step in ("close 0", "copy_out", "free", "swap_in", "cuda.unlock", "cuda.checkpoint", "cuda.restore"):
+    for step in ("close 0", "move_out", "swap_in", "cuda.unlock", "cuda.checkpoint", "cuda.restore"):
         assert {f"before {step}", f"after {step}"} <= {*killer.events}
     family.lifecycle.suspend()
     assert {path.name for path in family.lifecycle.home.runtime_dir.glob("kernel-fast-*")} == {other.path()._socket()}
@@ -225,8 +225,7 @@ def test_a_child_without_this_releases_library_is_frozen_and_moved_by_the_driver
         family.runs_on()
 
 
-@pytest.mark.parametrize("step", ["copy_out", "free"])
-def test_the_next_owner_brings_a_child_back_whose_owner_ended_in_the_middle(family, monkeypatch, step):
+def test_the_next_owner_brings_a_child_back_whose_owner_ended_in_the_middle(family, monkeypatch):
     """The driver has unlocked it then, and frozen threads keep it from its memory."""
     (child,) = family.children
 
@@ -236,7 +235,7 @@ def test_the_next_owner_brings_a_child_back_whose_owner_ended_in_the_middle(fami
     def ends(library, verb: str, held=None):
         reply = exchange(library, verb, held)
         credentials = library._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        if verb == step and struct.unpack("3i", credentials)[0] == child.pid:
+        if verb == "move_out" and struct.unpack("3i", credentials)[0] == child.pid:
             raise Ended
         return reply
 

@@ -161,10 +161,11 @@ def test_a_transfer_that_takes_too_long_is_given_up(kernel):
     with pytest.raises(CudaError):
         kernel.swap_out(timeout_s=0.05)
     assert kernel.state == RUNNING
+    assert frozen(kernel), "a thread that continues could touch what is away"
+    kernel.swap_in()
     assert not kernel.path.swapped_out()
     assert not frozen(kernel)
     kernel.ask("slow(0)")
-    kernel.swap_in()
     kernel.runs_on()
     kernel.lock()
     assert kernel.swap_out() > 0

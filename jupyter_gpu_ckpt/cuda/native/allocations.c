@@ -6,6 +6,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "addresses.h"
 #include "capture.h"
 #include "child.h"
 #include "table_lock.h"
@@ -435,7 +436,8 @@ CUdeviceptr allocation_create(size_t bytes, unsigned pool)
         return 0;
     allocation.requested = bytes;
     allocation.bytes = (bytes + grain - 1) / grain * grain;
-    if (cu->cuMemAddressReserve(&allocation.address, allocation.bytes, 0, 0, 0) != CUDA_SUCCESS)
+    allocation.address = addresses_reserve(allocation.bytes, &allocation.reserved);
+    if (allocation.address == 0)
         return 0;
     if (allocation_map(&allocation) == CUDA_SUCCESS) {
         if (insert(&allocation))
@@ -443,7 +445,7 @@ CUdeviceptr allocation_create(size_t bytes, unsigned pool)
         allocation_unmap(&allocation);
     }
     if (allocation.state == UNMAPPED)
-        cu->cuMemAddressFree(allocation.address, allocation.bytes);
+        addresses_give_back(allocation.address, allocation.reserved);
     return 0;
 }
 
@@ -456,7 +458,7 @@ static CUresult give_back(struct allocation *allocation)
         insert(allocation);
         return result;
     }
-    CUresult freed = driver()->cuMemAddressFree(allocation->address, allocation->bytes);
+    CUresult freed = addresses_give_back(allocation->address, allocation->reserved);
     return result != CUDA_SUCCESS ? result : freed;
 }
 

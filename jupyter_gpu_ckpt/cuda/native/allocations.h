@@ -9,6 +9,7 @@
 struct allocation {
     CUdeviceptr address; /* 0: a free slot */
     size_t bytes;        /* a multiple of the driver's granularity */
+    size_t reserved;     /* bytes of addresses, as many or more; 0: of a part */
     CUdeviceptr within;  /* the address of the memory that this is a part of; 0: it has memory of its own */
     size_t parts;        /* of a pool's memory: allocations of the program in it */
     size_t requested;    /* of the program */

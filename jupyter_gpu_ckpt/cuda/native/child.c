@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "addresses.h"
 #include "allocations.h"
 #include "capture.h"
 #include "control.h"
@@ -28,6 +29,7 @@ static void in_child(void)
     launch_gate_in_child();
     control_in_child();
     allocations_in_child();
+    addresses_in_child();
     mappings_in_child();
     pools_in_child();
     mirror_in_child();

@@ -16,6 +16,7 @@
 #include "rwlock_release.h"
 #include "seconds.h"
 #include "slices.h"
+#include "staging.h"
 #include "zero_parts.h"
 
 /* Bytes of one copy, and number of threads.  Measured on an H200 with 16 CPU cores, files of tmpfs, GB/s out and in: 4
@@ -59,8 +60,11 @@ struct part {
     bool zero;  /* it holds only zeros, on the device or in host memory */
     size_t zeros; /* on the way in, of the first of such parts that follow each other: the bytes of all; else 0 */
     bool known; /* it is there already: in host memory; or, on the way in, on the device */
+    bool stages; /* on the way out, of a large memory: it may be copied to other device memory first (`staging.h`) */
+    CUdeviceptr staged; /* to which it was copied so; or 0 */
+    bool copied; /* on the way out: to host memory */
     atomic_bool ready;  /* on the way out: it is examined, and all above stays; on the way in: it has device memory */
-    atomic_bool passed; /* on the way out: host memory has its content */
+    atomic_bool passed; /* on the way out: the memory that it is a part of does not need its device memory any more */
 };
 
 /* Moments of a transfer, in the order in which they are reported. */
@@ -80,6 +84,9 @@ struct work {
     bool mirrored; /* host memory may have everything: no memory is pinned before something is found that it lacks */
     bool scans; /* there is a scratch ring */
     bool has_zeros; /* on the way in */
+    bool frees; /* each memory that has passed */
+    size_t large; /* bytes of memory whose parts may be staged */
+    struct staging staging;
     atomic_bool examined, has_copies; /* all parts are; one was found that has to be copied */
     pthread_t thread, threads[MAX_WORKERS];
     size_t most, begun; /* threads that copy */
@@ -89,6 +96,12 @@ struct work {
     size_t stepped; /* parts whose memory a step was made on */
 };
 static _Atomic CUresult failed; /* the first error of any context: then no worker begins another part */
+
+/* Of a swap out that has failed: the parts, of which some may be nowhere but where they are staged. */
+static struct {
+    struct part *parts;
+    size_t bytes, count;
+} left;
 
 struct buffer {
     void *memory;
@@ -161,8 +174,6 @@ static CUstream stream_of_zeros(const struct ring *ring) { return ring->zeros !=
  * and with those of the first of several parts all of them.  It never trusts fresh memory to hold any. */
 static bool is_done(const struct work *work, struct part *part)
 {
-    if (work->outwards && (part->zero || part->known))
-        pass(part);
     if (!part->zero || work->outwards)
         return part->zero || part->known;
     return part->zeros == 0 ||
@@ -214,8 +225,10 @@ static CUresult finish(const struct work *work, struct buffer *buffer)
     if (result == CUDA_SUCCESS && work->outwards)
         result = host_memory_write(buffer->part->offset, buffer->memory, buffer->part->bytes);
     if (result == CUDA_SUCCESS) {
-        if (work->outwards)
+        if (work->outwards) {
+            buffer->part->copied = true;
             pass(buffer->part);
+        }
         buffer->part = NULL;
     }
     return result;
@@ -439,6 +452,76 @@ static CUresult find_known(const struct work *work, struct part *parts, size_t c
     return result;
 }
 
+/* Take other memory of the device for what is to be copied of large memory, as long as there is some. */
+static void take_staging(struct work *work, struct part *parts, size_t count)
+{
+    for (struct part *part = parts; part < parts + count && work->staging.left + work->staging.rest != 0; part++)
+        if (part->stages && !part->zero && !part->known && (part->staged = staging_take(&work->staging, part->bytes)) == 0)
+            work->staging = (struct staging){.left = 0};
+}
+
+/* The bytes that can be copied by one call from one part on. */
+static size_t adjoining(const struct part *part, const struct part *end)
+{
+    size_t bytes = part->bytes;
+    for (const struct part *next = part + 1; next < end && next->staged == part->staged + bytes &&
+                                             next->device == part->device + bytes; next++)
+        bytes += next->bytes;
+    return bytes;
+}
+
+/* Copy parts there, and have them copied from there to host memory. */
+static CUresult stage(struct work *work, struct part *parts, size_t count)
+{
+    struct part *end = parts + count;
+    size_t calls = 0, done = 0;
+    bool copies = true;
+    take_staging(work, parts, count);
+    for (struct part *part = parts; part < end && copies; part++)
+        if (done != 0)
+            done -= part->bytes;
+        else if (part->staged != 0) {
+            size_t bytes = adjoining(part, end);
+            copies = driver()->cuMemcpyDtoDAsync_v2(part->staged, part->device, bytes, work->scratch->stream) ==
+                     CUDA_SUCCESS;
+            done = bytes - part->bytes;
+            calls++;
+        }
+    CUresult result = calls != 0 ? wait_for_kernel(work) : CUDA_SUCCESS;
+    if (!copies)
+        work->staging = (struct staging){.left = 0};
+    for (struct part *part = parts; part < end; part++)
+        if (part->staged != 0 && copies && result == CUDA_SUCCESS)
+            part->device = part->staged;
+        else
+            part->staged = 0;
+    return result;
+}
+
+/* Of a swap out that has failed: copy what is nowhere else to the memory that it is a part of. */
+static CUresult copy_staged_back(const struct work *work)
+{
+    CUresult result = CUDA_SUCCESS;
+    struct copied each;
+    for (size_t at = 0; left.count != 0 && copies_next(&at, &each);)
+        for (const struct part *part = left.parts; part < left.parts + left.count && result == CUDA_SUCCESS; part++)
+            if (each.context == work->context && part->staged != 0 && !part->copied && part->offset >= each.offset &&
+                part->offset - each.offset < each.bytes)
+                result = driver()->cuMemcpyDtoDAsync_v2(each.address + (part->offset - each.offset), part->staged,
+                                                        part->bytes, work->ring->stream);
+    CUresult ended = left.count != 0 ? driver()->cuStreamSynchronize(work->ring->stream) : CUDA_SUCCESS;
+    return result != CUDA_SUCCESS ? result : ended;
+}
+
+void copies_end_staging(void)
+{
+    if (left.parts != NULL)
+        munmap(left.parts, left.bytes);
+    left.parts = NULL;
+    left.count = 0;
+    staging_free();
+}
+
 /* The number of parts of the slice that begins with one: each slice is twice as long as the one before. */
 static size_t slice(const struct work *work, size_t first, size_t before)
 {
@@ -458,6 +541,7 @@ static void *examine(void *argument)
         zero_parts_load(work->context);
         if (work->keeps)
             page_digests_load(work->context);
+        staging_begin(&work->staging, work->large);
     }
     for (size_t first = 0, count = 0; first < work->count && result == CUDA_SUCCESS; first += count) {
         count = slice(work, first, count);
@@ -465,9 +549,13 @@ static void *examine(void *argument)
         result = find_zeros(work, parts, count);
         if (result == CUDA_SUCCESS && work->keeps)
             result = find_known(work, parts, count);
+        if (result == CUDA_SUCCESS)
+            result = stage(work, parts, count);
         for (size_t at = 0; at < count && result == CUDA_SUCCESS; at++) {
             if (!parts[at].zero && !parts[at].known)
                 atomic_store(&work->has_copies, true);
+            if (parts[at].zero || parts[at].known || parts[at].staged != 0)
+                atomic_store(&parts[at].passed, true);
             atomic_store(&parts[at].ready, true);
         }
         announce();
@@ -554,6 +642,8 @@ static CUresult end(struct work *work)
         result = driver()->cuStreamSynchronize(work->ring->stream);
     if (result == CUDA_SUCCESS && work->ring->zeros != NULL)
         result = driver()->cuStreamSynchronize(work->ring->zeros);
+    if (result == CUDA_SUCCESS && !work->outwards && atomic_load(&failed) == CUDA_SUCCESS)
+        result = copy_staged_back(work); /* all memory is there */
     if (result != CUDA_SUCCESS)
         atomic_store(&pending, true);
     return result;
@@ -570,9 +660,6 @@ static void *perform(void *argument)
         examine(work);
     if (!work->mirrored || wait_for_copies(work))
         fail(open_and_copy(work));
-    else
-        for (size_t at = 0; at < work->count; at++)
-            pass(&work->parts[at]);
     if (beside)
         pthread_join(examining, NULL);
     fail(end(work));
@@ -647,6 +734,8 @@ static void list_parts(struct work *work)
     for (size_t at = 0; copies_next(&at, &each);)
         if (each.context == work->context) {
             size_t first = count;
+            bool stages = work->frees && each.bytes >= STAGED_LEAST;
+            work->large += stages ? each.bytes : 0;
             for (size_t offset = 0; offset < each.bytes; offset += PART_BYTES) {
                 size_t rest = each.bytes - offset, bytes = rest < PART_BYTES ? rest : PART_BYTES;
                 bool zero = !work->outwards && host_memory_is_zero(each.offset + offset, bytes);
@@ -654,6 +743,7 @@ static void list_parts(struct work *work)
                 work->parts[count++] = (struct part){.device = each.address + offset,
                                                      .offset = each.offset + offset,
                                                      .bytes = bytes,
+                                                     .stages = stages,
                                                      .zero = zero && !known,
                                                      .known = known};
             }
@@ -734,6 +824,7 @@ static CUresult run_all(bool outwards, bool keeps, bool checks, CUresult (*step)
         works[at].outwards = outwards;
         works[at].keeps = keeps;
         works[at].checks = checks;
+        works[at].frees = outwards && step != NULL;
         works[at].mirrored = little;
         works[at].most = number_of_workers(works[at].count, share);
         works[at].parts = next;
@@ -750,8 +841,14 @@ static CUresult run_all(bool outwards, bool keeps, bool checks, CUresult (*step)
         note_moments(&works[at]);
     }
     host_memory_close();
-    munmap(parts, bytes);
-    return atomic_load(&failed);
+    result = atomic_load(&failed);
+    if (outwards && step != NULL) {
+        left.parts = parts;
+        left.bytes = bytes;
+        left.count = total;
+    } else
+        munmap(parts, bytes);
+    return result;
 }
 
 CUresult copies_run_out(bool keeps, CUresult (*step)(size_t number)) { return run_all(true, keeps, false, step); }

@@ -27,13 +27,19 @@ CUresult ring_close(struct ring *ring);
  * which `copies_next` has left it (less one), in its context and in that order: after its copy is in host memory (NULL:
  * no step); or before it is copied back, as it has no device memory yet.  ``keeps``: host memory is kept afterwards, or
  * was before; only pages that it does not have are copied (`page_digests.h`).  After failure some may be copied, and of
- * what was noted in host memory some may not be there. */
+ * what was noted in host memory some may not be there.
+ *
+ * On the way out large memory does not wait for its copy where that can be made from other memory of the device
+ * (`staging.h`).  After failure that may be the only one, until the memory was copied back, which takes it from there. */
 CUresult copies_run_out(bool keeps, CUresult (*step)(size_t number));
 CUresult copies_run_in(CUresult (*step)(size_t number));
 
 /* Copy back, and prove on the devices that what arrived is what went out: others may have replaced the files meanwhile.
  * CUDA_ERROR_ILLEGAL_STATE where it is not, or where that cannot be proved. */
 CUresult copies_run_in_checked(CUresult (*step)(size_t number));
+
+/* Free what was staged: after both copies, or where no step was made on any memory. */
+void copies_end_staging(void);
 
 /* Write the moments of the last transfer that are after one of CLOCK_MONOTONIC, in seconds from that on, as members of
  * an object of JSON, of several contexts those of the last: ``prepared`` (the transfer begins), ``first_examined``

@@ -367,6 +367,7 @@ CUresult swap_move_out(void)
     if (result == CUDA_SUCCESS && all != 0)
         result = copies_run_out(limit != 0, unmap_one);
     if (result == CUDA_SUCCESS && all != 0) {
+        copies_end_staging();
         content = SWAPPED_OUT;
         return CUDA_SUCCESS;
     }
@@ -376,6 +377,7 @@ CUresult swap_move_out(void)
         swap_in();
     else {
         mappings_swapped_in(); /* nothing is away */
+        copies_end_staging();
         free_host();
     }
     return result;
@@ -442,6 +444,7 @@ static CUresult bring_in(CUresult (*copy)(CUresult (*step)(size_t number)))
         return result;
     }
     mappings_swapped_in();
+    copies_end_staging();
     content = KEPT;
     if (partly != 0)
         free_host(); /* not all that was noted is there (`host_memory_note`) */

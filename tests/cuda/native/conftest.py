@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fast_kernel import FastKernel
 from fast_program import Kernel
-from programs import SLICED, Programs, build, build_doubles, build_library, compiler
+from programs import SLICED, STAGED, Programs, build, build_doubles, build_library, compiler
 from subject import running
 
 from jupyter_gpu_ckpt.cuda import fastpath
@@ -33,6 +33,12 @@ def programs(doubles) -> Programs:
 def sliced(doubles) -> Programs:
     """The programs with a library that examines 1, 2, 4 and so on parts of 4 MiB at a time before it copies them."""
     return build(doubles, define=SLICED)
+
+
+@pytest.fixture(scope="session")
+def staged(doubles) -> Programs:
+    """The programs with a library that frees all memory before its copy in host memory is complete."""
+    return build(doubles, define=STAGED)
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,8 @@ SOCKET_VARIABLE = "JUPYTER_GPU_CKPT_FAST_SOCKET"
 MIB = 1 << 20
 #: Seconds that an answer may take, on a busy machine and under a sanitizer.
 PATIENCE = 60.0
+#: Of `addresses.c`.
+KEPT_ADDRESSES = 64
 
 
 class Control:
@@ -100,6 +102,11 @@ class Subject:
 
     def outstanding(self) -> dict[str, int]:
         return json.loads(self.ask("outstanding"))
+
+    def left(self) -> dict[str, int]:
+        """What is outstanding, but for the addresses that the library keeps of memory which was freed."""
+        out = self.outstanding()
+        return {**out, "reservations": max(0, out["reservations"] - KEPT_ADDRESSES)}
 
     def calls(self) -> dict[str, int]:
         """Calls of the driver since the last `fail`."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from programs import Programs
 from subject import MIB, Control, Subject, running
 
 pytestmark = pytest.mark.slow  # a swap for each call that can fail
@@ -65,9 +67,19 @@ def retry(subject: Subject, control: Control) -> None:
 )
 def filled(request, sliced, doubles):
     """A subject with a block of each of the `SIZES`, on as many devices, allocated in one way."""
-    devices, api = request.param
+    yield from with_blocks(sliced, doubles, *request.param)
+
+
+@pytest.fixture(params=[(1, "cuda"), (2, "map"), (1, "kept")], ids=["one device", "mapped, two devices", "kept"])
+def filled_and_staged(request, staged, doubles):
+    """The same with blocks that are freed before their copies in host memory are complete."""
+    yield from with_blocks(staged, doubles, *request.param)
+
+
+def with_blocks(programs: Programs, doubles: Path, devices: int, api: str) -> Iterator[Subject]:
+    """Run a subject with a block of each of the `SIZES`, on as many devices, allocated in one way."""
     environment = {"DOUBLE_DEVICES": str(devices), **({"DOUBLE_DIRTY": "1"} if api == "zeros" else {})}
-    with running(sliced, doubles, environment=environment) as subject:
+    with running(programs, doubles, environment=environment) as subject:
         for number, size in enumerate(SIZES):
             device = number % devices
             assert device == 0 or subject.ask("context", device) == "0"
@@ -85,6 +97,11 @@ def filled(request, sliced, doubles):
 @pytest.mark.parametrize("verb", [*VERBS, *EXCHANGE])
 def test_each_call_fails_once(filled, verb):
     each_call_fails_once(filled, verb)
+
+
+@pytest.mark.sweep
+def test_each_call_of_a_swap_that_stages_fails_once(filled_and_staged):
+    each_call_fails_once(filled_and_staged, "move_out")
 
 
 @pytest.mark.sweep
@@ -116,7 +133,15 @@ def each_call_fails_once(subject: Subject, verb: str) -> None:
 @pytest.mark.parametrize("verb", [*VERBS, *EXCHANGE])
 def test_every_call_fails_from_one_on(filled, verb):
     """Also what would make it good: then it is not on one side, but all bytes are safe, and a return brings them."""
-    subject = filled
+    every_call_fails_from_one_on(filled, verb)
+
+
+@pytest.mark.sweep
+def test_every_call_of_a_swap_that_stages_fails_from_one_on(filled_and_staged):
+    every_call_fails_from_one_on(filled_and_staged, "move_out")
+
+
+def every_call_fails_from_one_on(subject: Subject, verb: str) -> None:
     with subject.control() as control:
         total = sum(calls_of(subject, control, verb).values())
         for nth in range(1, total + 1):
@@ -136,15 +161,16 @@ def test_a_failed_allocation_is_the_drivers(subject):
     """The program gets memory at any failure on the way, and nothing is left of the attempt."""
     subject.free(subject.alloc(1, 2 * MIB))
     subject.fail()
-    subject.free(subject.alloc(1, 2 * MIB))
+    subject.free(subject.alloc(1, 8 * MIB))
     made = subject.calls()
     for function in ("cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"):
         assert made[function] == 1
         subject.fail(function, 1, FAULT)
-        number = subject.alloc(1, 2 * MIB, "cu", "full")
-        out = subject.outstanding()
+        number = subject.alloc(1, 4 * MIB, "cu", "full")
+        out = subject.left()
         assert (out["allocations"], out["mappings"], out["reservations"], out["handles"]) == (1, 0, 0, 0), function
         subject.free(number)
+    assert subject.outstanding()["reservations"] == 3, "one of each size is kept"
 
 
 @pytest.mark.parametrize("function", ["cuMemUnmap", "cuCtxSynchronize", "cuCtxPushCurrent_v2"])
@@ -158,7 +184,7 @@ def test_memory_that_could_not_be_freed_is_freed_later(subject, function):
     subject.intact(1)
     subject.free(number)
     out = subject.outstanding()
-    assert (out["used"], out["reservations"]) == (0, 0)
+    assert (out["used"], out["reservations"]) == (0, 1), "its addresses are kept"
 
 
 def used(subject: Subject, number: int) -> int:

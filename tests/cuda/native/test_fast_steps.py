@@ -189,6 +189,14 @@ def test_a_return_that_takes_too_long_continues_and_so_does_the_next_one(kernel)
     kernel.runs_on()
 
 
+def test_where_the_library_publishes_is_looked_for_again_in_another_process(kernel, monkeypatch):
+    at = fastpath._find_mark(kernel.pid)
+    for wrong in (at - 8, 4096):
+        monkeypatch.setitem(fastpath._marks, kernel.pid, wrong)
+        assert not kernel.path.swapped_out()
+        assert fastpath._marks[kernel.pid] == at
+
+
 def test_swapped_out_bytes_are_known_without_the_library(kernel):
     """Its socket may be gone, or no descriptor left for an answer: a kernel whose blocks are away must not run on."""
     socket, aside = kernel.directory / fastpath.SOCKET, kernel.directory / "aside"

@@ -41,7 +41,7 @@ def test_bytes_and_addresses_stay(programs, doubles, direct, api):
         assert [subject.ask("address", number) for number in numbers] == addresses
         for number in numbers:
             subject.free(number)
-        assert subject.outstanding() == NOTHING
+        assert subject.left() == NOTHING
 
 
 def test_swapped_out_memory_cannot_be_accessed(programs, doubles):
@@ -171,7 +171,7 @@ def against_a_dict(subject: Subject, steps: int, seed: int) -> None:
         for number in live:
             subject.free(number)
         assert control.ask("status")["allocations"] == 0
-    assert subject.outstanding() == NOTHING
+    assert subject.left() == NOTHING
 
 
 def test_the_table_against_a_dict(subject):
@@ -195,7 +195,7 @@ def test_many_blocks_through_the_tables_growth(subject):
     subject.intact(count)
     for number in range(count):
         subject.free(number)
-    assert subject.outstanding() == NOTHING
+    assert subject.left() == NOTHING
 
 
 def many_rounds(subject: Subject, blocks: int, rounds: int) -> None:

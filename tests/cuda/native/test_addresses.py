@@ -1,0 +1,38 @@
+"""Addresses of memory that the program has freed are kept for the next allocations."""
+
+from __future__ import annotations
+
+from subject import KEPT_ADDRESSES, MIB, Subject
+
+RESERVE = "cuMemAddressReserve"
+
+
+def reserved(subject: Subject, size: int) -> int:
+    """Allocate, write and check; return how often addresses were reserved for it."""
+    subject.fail()
+    subject.alloc(1, size, density="full")
+    subject.intact(subject.outstanding()["mappings"])
+    return subject.calls().get(RESERVE, 0)
+
+
+def test_they_are_used_for_memory_that_is_at_most_a_quarter_smaller(subject):
+    for number in [subject.alloc(1, size * MIB) for size in (8, 10, 40)]:
+        subject.free(number)
+    assert subject.outstanding()["used"] == 0
+    sizes = {32: 0, 8: 0, 12: 1, 6: 1, 10: 0, 2: 1}
+    assert {size: reserved(subject, size * MIB) for size in sizes} == sizes
+    assert subject.outstanding()["reservations"] == 6
+    with subject.control() as control:
+        control.must("move_out", "swap_in")
+    subject.intact(6)
+
+
+def test_no_more_are_kept_than_a_program_frees_at_a_time(subject):
+    first = subject.alloc(KEPT_ADDRESSES + 9, 2 * MIB)
+    for number in range(first, first + KEPT_ADDRESSES + 9):
+        subject.free(number)
+    out = subject.outstanding()
+    assert (out["used"], out["reservations"]) == (0, KEPT_ADDRESSES)
+    for _ in range(3):
+        subject.alloc(1, 2 * MIB)
+    assert subject.outstanding()["reservations"] == KEPT_ADDRESSES

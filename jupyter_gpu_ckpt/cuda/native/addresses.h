@@ -4,7 +4,7 @@
 
 #include "driver.h"
 
-/* Reserve addresses for so many bytes, and ``reserved`` bytes in all; 0: the driver has none. */
+/* Both lock the table.  Reserve addresses for so many bytes, and ``reserved`` bytes in all; 0: the driver has none. */
 CUdeviceptr addresses_reserve(size_t bytes, size_t *reserved);
 
 /* Give them back; no memory is mapped there any more. */

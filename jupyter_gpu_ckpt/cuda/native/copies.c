@@ -37,6 +37,7 @@
 #define FIRST_SLICE ((size_t)128)
 #endif
 #define LONGEST_SLICE ((size_t)16384)
+#define SAMPLES ((size_t)256) /* parts that are looked at before, to find out what a large memory holds */
 #define SCRATCH_BYTES HUGE_PAGE
 _Static_assert(LONGEST_SLICE * (sizeof(struct scanned) + sizeof(unsigned)) <= SCRATCH_BYTES, "for zeros");
 _Static_assert(LONGEST_SLICE * (PART_BYTES / DIGEST_PAGE) * (sizeof(struct digest) + sizeof(CUdeviceptr)) <=
@@ -62,7 +63,7 @@ struct part {
     bool known; /* it is there already: in host memory; or, on the way in, on the device */
     bool stages; /* on the way out, of a large memory: it may be copied to other device memory first (`staging.h`) */
     CUdeviceptr staged; /* to which it was copied so; or 0 */
-    bool copied; /* on the way out: to host memory */
+    atomic_bool copied; /* on the way out: to host memory */
     atomic_bool ready;  /* on the way out: it is examined, and all above stays; on the way in: it has device memory */
     atomic_bool passed; /* on the way out: the memory that it is a part of does not need its device memory any more */
 };
@@ -142,6 +143,7 @@ static bool wait_for(const atomic_bool *set)
 
 static void pass(struct part *part)
 {
+    atomic_store(&part->copied, true);
     atomic_store(&part->passed, true);
     announce();
 }
@@ -225,10 +227,8 @@ static CUresult finish(const struct work *work, struct buffer *buffer)
     if (result == CUDA_SUCCESS && work->outwards)
         result = host_memory_write(buffer->part->offset, buffer->memory, buffer->part->bytes);
     if (result == CUDA_SUCCESS) {
-        if (work->outwards) {
-            buffer->part->copied = true;
+        if (work->outwards)
             pass(buffer->part);
-        }
         buffer->part = NULL;
     }
     return result;
@@ -370,20 +370,33 @@ static CUresult wait_for_kernel(const struct work *work)
     return result;
 }
 
-/* Have the device find the parts that hold only zeros. */
-static CUresult find_zeros(const struct work *work, struct part *parts, size_t count)
+/* Have the device look through every so many of the parts; what it finds is in the scratch ring.  NULL: it does not. */
+static const unsigned *scan(const struct work *work, const struct part *parts, size_t count, size_t every,
+                            CUresult *result)
 {
     struct scanned *list = (struct scanned *)work->scratch->memory;
     unsigned *found = (unsigned *)(list + count);
+    *result = CUDA_SUCCESS;
     if (!work->scans)
-        return CUDA_SUCCESS;
+        return NULL;
     for (size_t at = 0; at < count; at++) {
-        list[at] = (struct scanned){parts[at].device, parts[at].bytes / SCAN_BYTES * SCAN_BYTES};
+        const struct part *part = &parts[at * every];
+        list[at] = (struct scanned){part->device, part->bytes / SCAN_BYTES * SCAN_BYTES};
         found[at] = OTHER_BYTES;
     }
     if (!zero_parts_scan(work->context, work->scratch->stream, list, found, count))
-        return CUDA_SUCCESS;
-    CUresult result = wait_for_kernel(work);
+        return NULL;
+    *result = wait_for_kernel(work);
+    return found;
+}
+
+/* Have the device find the parts that hold only zeros. */
+static CUresult find_zeros(const struct work *work, struct part *parts, size_t count)
+{
+    CUresult result;
+    const unsigned *found = scan(work, parts, count, 1, &result);
+    if (found == NULL)
+        return result;
     pthread_mutex_lock(&noting);
     for (size_t at = 0; at < count && result == CUDA_SUCCESS; at++) {
         struct part *part = &parts[at];
@@ -452,12 +465,28 @@ static CUresult find_known(const struct work *work, struct part *parts, size_t c
     return result;
 }
 
+/* Begin to stage, if a sample of the work's memory promises that all of its large memory can be. */
+static CUresult begin_staging(struct work *work)
+{
+    size_t every = work->count / SAMPLES + 1, count = work->count / every, zeros = 0;
+    CUresult result = CUDA_SUCCESS;
+    const unsigned *found = work->large != 0 ? scan(work, work->parts, count, every, &result) : NULL;
+    for (size_t at = 0; found != NULL && result == CUDA_SUCCESS && at < count; at++)
+        zeros += found[at] == ONLY_ZEROS;
+    if (found != NULL && result == CUDA_SUCCESS && 100 * zeros >= STAGED_ZEROS * count)
+        staging_begin(&work->staging, work->large);
+    return result;
+}
+
 /* Take other memory of the device for what is to be copied of large memory, as long as there is some. */
 static void take_staging(struct work *work, struct part *parts, size_t count)
 {
     for (struct part *part = parts; part < parts + count && work->staging.left + work->staging.rest != 0; part++)
-        if (part->stages && !part->zero && !part->known && (part->staged = staging_take(&work->staging, part->bytes)) == 0)
-            work->staging = (struct staging){.left = 0};
+        if (part->stages && !part->zero && !part->known) {
+            part->staged = staging_take(&work->staging, part->bytes);
+            if (part->staged == 0)
+                work->staging = (struct staging){.left = 0};
+        }
 }
 
 /* The bytes that can be copied by one call from one part on. */
@@ -519,7 +548,8 @@ void copies_end_staging(void)
         munmap(left.parts, left.bytes);
     left.parts = NULL;
     left.count = 0;
-    staging_free();
+    if (!copies_pending() || copies_wait() == CUDA_SUCCESS)
+        staging_free();
 }
 
 /* The number of parts of the slice that begins with one: each slice is twice as long as the one before. */
@@ -541,7 +571,7 @@ static void *examine(void *argument)
         zero_parts_load(work->context);
         if (work->keeps)
             page_digests_load(work->context);
-        staging_begin(&work->staging, work->large);
+        result = begin_staging(work);
     }
     for (size_t first = 0, count = 0; first < work->count && result == CUDA_SUCCESS; first += count) {
         count = slice(work, first, count);
@@ -751,6 +781,25 @@ static void list_parts(struct work *work)
         }
 }
 
+/* Free the memory in which parts were staged, as they are copied. */
+static void free_staged(const struct work *works, size_t count)
+{
+    for (size_t at = 0; at < count; at++) {
+        CUdeviceptr last = 0;
+        for (struct part *part = works[at].parts; part < works[at].parts + works[at].count; part++) {
+            if (part->staged == 0)
+                continue;
+            if (last != 0 && !staging_is_one_piece(last, part->staged))
+                staging_free_piece(last);
+            last = part->staged;
+            if (!wait_for(&part->copied))
+                return;
+        }
+        if (last != 0)
+            staging_free_piece(last);
+    }
+}
+
 /* Make the step on each memory, until an error of whichever thread. */
 static CUresult make_steps(struct work *works, bool outwards, CUresult (*step)(size_t number))
 {
@@ -836,6 +885,8 @@ static CUresult run_all(bool outwards, bool keeps, bool checks, CUresult (*step)
     fail(begun == count ? CUDA_SUCCESS : CUDA_ERROR_OPERATING_SYSTEM);
     if (step != NULL)
         fail(make_steps(works, outwards, step));
+    if (step != NULL && outwards && atomic_load(&failed) == CUDA_SUCCESS)
+        free_staged(works, count);
     for (size_t at = 0; at < begun; at++) {
         pthread_join(works[at].thread, NULL);
         note_moments(&works[at]);

@@ -13,19 +13,29 @@
 #define STAGED_LEAST ((size_t)8 << 30)
 #endif
 
+/* Percent of such memory that have to be zeros: of other memory not all can be staged, and then it gains nothing. */
+#ifndef STAGED_ZEROS /* less, in tests */
+#define STAGED_ZEROS 60
+#endif
+
 /* What may be staged in one context. */
 struct staging {
     size_t left;
-    CUdeviceptr next; /* of the last allocation the unused rest */
+    CUdeviceptr next; /* of the last piece of memory the unused rest */
     size_t rest;
 };
 
-/* Begin for so many bytes of large memory, in the current context: a quarter of them is staged at most, and a quarter of
+/* Begin for so many bytes of large memory, in the current context: a part of them is staged at most, and a quarter of
  * what is free on the device is left to others. */
 void staging_begin(struct staging *staging, size_t bytes);
 
-/* Take memory for one part, in the context that it was begun in; 0: there is none. */
+/* Take memory for one part, in the context that it was begun in: from a piece of memory as long as that has some.  0:
+ * there is none. */
 CUdeviceptr staging_take(struct staging *staging, size_t bytes);
 
-/* Free all that was taken.  What the driver does not free, it is offered the next time. */
+/* Whether two parts were taken from one piece. */
+bool staging_is_one_piece(CUdeviceptr one, CUdeviceptr other);
+
+/* Free the piece that a part was taken from; and all.  What the driver does not free, it is offered the next time. */
+void staging_free_piece(CUdeviceptr part);
 void staging_free(void);

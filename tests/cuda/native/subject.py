@@ -104,7 +104,7 @@ class Subject:
         return json.loads(self.ask("outstanding"))
 
     def left(self) -> dict[str, int]:
-        """What is outstanding, but for the addresses that the library keeps of memory which was freed."""
+        """Return what is outstanding, but for the addresses that the library keeps of memory which was freed."""
         out = self.outstanding()
         return {**out, "reservations": max(0, out["reservations"] - KEPT_ADDRESSES)}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from kept_copy import DIRTY, ENOUGH, OUT, extents
+from programs import STAGED, build
 from subject import MIB, Control, Subject, running
 from waiting import until
 
@@ -30,10 +31,10 @@ def large(request, staged, doubles):
 
 @contextlib.contextmanager
 def freed_early(subject: Subject, control: Control, verb: bytes = b"move_out") -> Iterator[None]:
-    """Run the body when the memory has been freed, and three of its parts are not copied yet."""
+    """Run the body when the memory has been freed, and one of its parts at least is not copied yet."""
     assert subject.ask("stop", OUT, 1) == "ok"
     control.send(verb + b"\n")
-    until(lambda: subject.outstanding()["handles"] == 0, "the memory is freed")
+    until(lambda: subject.outstanding()["used"] == len(HELD) * PART, "the memory is freed")
     until(lambda: subject.ask("waits") == "1", "a copy to host memory is under way")
     yield
     subject.ask("continue")
@@ -44,7 +45,7 @@ def test_it_is_freed_before_it_is_copied(large):
     with large.control() as control:
         large.fail()
         with freed_early(large, control):
-            assert large.outstanding()["allocations"] == 4, "what it holds is in other memory"
+            assert large.outstanding()["mappings"] == 4, "what it holds is in other memory"
         assert control.answer()["swapped_out"] == SIZE
         assert (large.calls()[ON_DEVICE], large.calls()[OUT]) == (4, 4)
         assert large.outstanding()["used"] == 0
@@ -89,6 +90,38 @@ def test_where_little_is_free_it_waits_for_its_copies(large):
         assert large.ask("sum") == before
 
 
+def test_a_memory_that_is_full_waits_for_its_copies(doubles):
+    """Of it not all could be staged."""
+    define = [each for each in STAGED if "ZEROS=0" not in each]
+    with running(build(doubles, define=tuple(define)), doubles) as subject:
+        subject.alloc(1, SIZE, density="full")
+        with subject.control() as control:
+            subject.fail()
+            control.must("move_out", "swap_in")
+            assert subject.calls()[OUT] == SIZE // PART
+            assert ON_DEVICE not in subject.calls()
+            for part in range(0, 16, 16 // 4):
+                assert subject.ask("poke", 0, part * PART, 3 * PART, 0) == "ok"
+            before = subject.ask("sum")
+            subject.fail()
+            control.must("move_out", "swap_in")
+            assert subject.calls()[ON_DEVICE] == 4
+            assert subject.ask("sum") == before
+
+
+def test_the_other_memory_is_freed_while_more_is_copied(large):
+    before = large.ask("sum")
+    with large.control() as control:
+        assert large.ask("stop", OUT, 3) == "ok"  # one of the last
+        control.send(b"move_out\n")
+        until(lambda: 0 < large.outstanding()["used"] < len(HELD) * PART, "some of it is freed")
+        large.ask("continue")
+        assert control.answer()["swapped_out"] == SIZE
+        assert large.outstanding()["used"] == 0
+        control.must("swap_in")
+        assert large.ask("sum") == before
+
+
 def test_what_could_not_be_copied_comes_back_from_there(large):
     """The parts that host memory has, too: all are the same."""
     before = large.ask("sum")
@@ -116,7 +149,7 @@ def test_it_stays_there_until_the_memory_can_be_had_again(large):
             answer = control.ask(verb)
             assert answer["swapped_out"] == SIZE
         large.fail()
-        assert large.outstanding()["allocations"] == 4
+        assert large.outstanding()["mappings"] == 4
         control.must("swap_in")
         assert large.ask("sum") == before
         assert large.outstanding()["used"] == SIZE

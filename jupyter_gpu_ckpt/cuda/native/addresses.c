@@ -1,5 +1,7 @@
 #include "addresses.h"
 
+#include <stdatomic.h>
+
 #include "table_lock.h"
 
 /* As many as a program is likely to free at a time (PyTorch's `empty_cache`).  A loop that allocates, on an H200: 1.043
@@ -11,9 +13,11 @@ static struct {
     CUdeviceptr address;
     size_t bytes;
 } kept[MOST]; /* while the table is locked */
-static size_t count;
+static atomic_size_t count;
 
 void addresses_in_child(void) { count = 0; }
+
+bool addresses_are_kept(void) { return count != 0; }
 
 /* The smallest that is large enough, and at most a quarter larger. */
 static CUdeviceptr take(size_t bytes, size_t *reserved)
@@ -53,4 +57,19 @@ CUresult addresses_give_back(CUdeviceptr address, size_t reserved)
     }
     table_unlock();
     return keeps ? CUDA_SUCCESS : driver()->cuMemAddressFree(address, reserved);
+}
+
+void addresses_drop(void)
+{
+    CUdeviceptr address;
+    do {
+        size_t bytes = 0;
+        table_lock();
+        address = count != 0 ? kept[--count].address : 0;
+        if (address != 0)
+            bytes = kept[count].bytes;
+        table_unlock();
+        if (address != 0)
+            driver()->cuMemAddressFree(address, bytes);
+    } while (address != 0);
 }

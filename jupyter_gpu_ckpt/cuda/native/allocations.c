@@ -570,4 +570,6 @@ void allocations_of_destroyed(CUcontext context, bool destroyed)
         allocation.after = NULL;
         give_back(&allocation);
     }
+    if (destroyed)
+        addresses_drop();
 }

@@ -2,6 +2,7 @@
  * allocation does.  The driver frees the memory of cuMemAlloc with its context; so is served memory, which belongs to
  * none, freed here. */
 #define _GNU_SOURCE
+#include "addresses.h"
 #include "allocations.h"
 #include "child.h"
 #include "device_kernels.h"
@@ -18,7 +19,7 @@ static bool has_state(void)
 {
     size_t count, bytes;
     allocations_total(&count, &bytes);
-    return (count != 0 || mappings_have_context() || device_kernels_are_loaded()) && !is_inert();
+    return (count != 0 || addresses_are_kept() || mappings_have_context() || device_kernels_are_loaded()) && !is_inert();
 }
 
 /* Memory that the program maps itself, and memory of pools, outlive a context. */

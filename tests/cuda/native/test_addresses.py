@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from subject import KEPT_ADDRESSES, MIB, Subject
 
 RESERVE = "cuMemAddressReserve"
@@ -36,3 +37,14 @@ def test_no_more_are_kept_than_a_program_frees_at_a_time(subject):
     for _ in range(3):
         subject.alloc(1, 2 * MIB)
     assert subject.outstanding()["reservations"] == KEPT_ADDRESSES
+
+
+@pytest.mark.parametrize("left", [0, 2])
+def test_none_are_kept_beyond_a_context(subject, left):
+    """Whether it still has memory or not."""
+    first = subject.alloc(left + 3, 2 * MIB)
+    for number in range(first, first + 3):
+        subject.free(number)
+    assert subject.outstanding()["reservations"] == left + 3
+    assert subject.ask("reset") == "0"
+    assert subject.outstanding()["reservations"] == 0

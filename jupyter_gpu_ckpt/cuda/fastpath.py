@@ -457,7 +457,7 @@ class FastPath:
         directory on a disk if host memory is too small.  If it raises, nothing is swapped out.  Each allocation is
         freed as soon as its copy is complete, and others have its memory meanwhile; unless ``held`` gets what can stay
         on the GPU until the swap in.  *After failure* the kernel may be unlocked, and allocations swapped out:
-        `swap_in` repairs that.
+        `swap_in` repairs that, if the GPU has the memory.
         """
         pid = self._pid
         try:
@@ -475,10 +475,12 @@ class FastPath:
             self._cuda.unlock(pid)
             try:
                 with self._library(timeout_s) as library:
-                    if library and held is None:
+                    if library is None:
+                        pass
+                    elif held is None:
                         may_run = False
                         library.request("move_out")
-                    elif library and held is not None:
+                    else:
                         library.request("copy_out")
                         may_run = False
                         library.hold(held)

@@ -1,6 +1,7 @@
 #include "addresses.h"
 
 #include <stdatomic.h>
+#include <string.h>
 
 #include "table_lock.h"
 
@@ -19,6 +20,13 @@ void addresses_in_child(void) { count = 0; }
 
 bool addresses_are_kept(void) { return count != 0; }
 
+/* The oldest come first. */
+static void remove_at(size_t at)
+{
+    count--;
+    memmove(&kept[at], &kept[at + 1], (count - at) * sizeof kept[0]);
+}
+
 /* The smallest that is large enough, and at most a quarter larger. */
 static CUdeviceptr take(size_t bytes, size_t *reserved)
 {
@@ -32,7 +40,7 @@ static CUdeviceptr take(size_t bytes, size_t *reserved)
     if (best != MOST) {
         address = kept[best].address;
         *reserved = kept[best].bytes;
-        kept[best] = kept[--count];
+        remove_at(best);
     }
     table_unlock();
     return address;
@@ -49,14 +57,19 @@ CUdeviceptr addresses_reserve(size_t bytes, size_t *reserved)
 
 CUresult addresses_give_back(CUdeviceptr address, size_t reserved)
 {
+    CUdeviceptr oldest = 0;
+    size_t bytes = 0;
     table_lock();
-    bool keeps = count < MOST;
-    if (keeps) {
-        kept[count].address = address;
-        kept[count++].bytes = reserved;
+    if (count == MOST) {
+        oldest = kept[0].address;
+        bytes = kept[0].bytes;
+        remove_at(0);
     }
+    kept[count].address = address;
+    kept[count].bytes = reserved;
+    count++;
     table_unlock();
-    return keeps ? CUDA_SUCCESS : driver()->cuMemAddressFree(address, reserved);
+    return oldest != 0 ? driver()->cuMemAddressFree(oldest, bytes) : CUDA_SUCCESS;
 }
 
 void addresses_drop(void)

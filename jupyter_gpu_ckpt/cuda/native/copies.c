@@ -370,20 +370,19 @@ static CUresult wait_for_kernel(const struct work *work)
     return result;
 }
 
-/* Have the device look through every so many of the parts; what it finds is in the scratch ring.  NULL: it does not. */
-static const unsigned *scan(const struct work *work, const struct part *parts, size_t count, size_t every,
-                            CUresult *result)
+static struct scanned scanned_of(const struct part *part)
+{
+    return (struct scanned){part->device, part->bytes / SCAN_BYTES * SCAN_BYTES};
+}
+
+/* Have the device look through what is listed in the scratch ring; what it finds is behind the list.  NULL: it does not. */
+static const unsigned *scan(const struct work *work, size_t count, CUresult *result)
 {
     struct scanned *list = (struct scanned *)work->scratch->memory;
     unsigned *found = (unsigned *)(list + count);
     *result = CUDA_SUCCESS;
-    if (!work->scans)
-        return NULL;
-    for (size_t at = 0; at < count; at++) {
-        const struct part *part = &parts[at * every];
-        list[at] = (struct scanned){part->device, part->bytes / SCAN_BYTES * SCAN_BYTES};
+    for (size_t at = 0; at < count; at++)
         found[at] = OTHER_BYTES;
-    }
     if (!zero_parts_scan(work->context, work->scratch->stream, list, found, count))
         return NULL;
     *result = wait_for_kernel(work);
@@ -393,8 +392,13 @@ static const unsigned *scan(const struct work *work, const struct part *parts, s
 /* Have the device find the parts that hold only zeros. */
 static CUresult find_zeros(const struct work *work, struct part *parts, size_t count)
 {
+    struct scanned *list = (struct scanned *)work->scratch->memory;
     CUresult result;
-    const unsigned *found = scan(work, parts, count, 1, &result);
+    if (!work->scans)
+        return CUDA_SUCCESS;
+    for (size_t at = 0; at < count; at++)
+        list[at] = scanned_of(&parts[at]);
+    const unsigned *found = scan(work, count, &result);
     if (found == NULL)
         return result;
     pthread_mutex_lock(&noting);
@@ -465,16 +469,22 @@ static CUresult find_known(const struct work *work, struct part *parts, size_t c
     return result;
 }
 
-/* Begin to stage, if a sample of the work's memory promises that all of its large memory can be. */
+/* Begin to stage, where a sample of large memory promises that all that it holds can be. */
 static CUresult begin_staging(struct work *work)
 {
-    size_t every = work->count / SAMPLES + 1, count = work->count / every, zeros = 0;
-    CUresult result = CUDA_SUCCESS;
-    const unsigned *found = work->large != 0 ? scan(work, work->parts, count, every, &result) : NULL;
-    for (size_t at = 0; found != NULL && result == CUDA_SUCCESS && at < count; at++)
-        zeros += found[at] == ONLY_ZEROS;
-    if (found != NULL && result == CUDA_SUCCESS && 100 * zeros >= STAGED_ZEROS * count)
-        staging_begin(&work->staging, work->large);
+    struct scanned *list = (struct scanned *)work->scratch->memory;
+    size_t every = work->large / PART_BYTES / SAMPLES + 1, count = 0, seen = 0, others = 0;
+    CUresult result;
+    for (size_t at = 0; at < work->count; at++)
+        if (work->parts[at].stages && seen++ % every == 0)
+            list[count++] = scanned_of(&work->parts[at]);
+    const unsigned *found = count != 0 ? scan(work, count, &result) : NULL;
+    if (found == NULL)
+        return CUDA_SUCCESS;
+    for (size_t at = 0; at < count; at++)
+        others += found[at] != ONLY_ZEROS;
+    if (result == CUDA_SUCCESS)
+        staging_begin(&work->staging, work->large, work->large / count * others);
     return result;
 }
 
@@ -489,34 +499,24 @@ static void take_staging(struct work *work, struct part *parts, size_t count)
         }
 }
 
-/* The bytes that can be copied by one call from one part on. */
-static size_t adjoining(const struct part *part, const struct part *end)
-{
-    size_t bytes = part->bytes;
-    for (const struct part *next = part + 1; next < end && next->staged == part->staged + bytes &&
-                                             next->device == part->device + bytes; next++)
-        bytes += next->bytes;
-    return bytes;
-}
-
-/* Copy parts there, and have them copied from there to host memory. */
+/* Copy parts there, as many by one call as lie side by side at both ends, and have them copied from there to host
+ * memory. */
 static CUresult stage(struct work *work, struct part *parts, size_t count)
 {
-    struct part *end = parts + count;
-    size_t calls = 0, done = 0;
-    bool copies = true;
+    struct part *end = parts + count, *next;
+    bool any = false, copies = true;
     take_staging(work, parts, count);
-    for (struct part *part = parts; part < end && copies; part++)
-        if (done != 0)
-            done -= part->bytes;
-        else if (part->staged != 0) {
-            size_t bytes = adjoining(part, end);
-            copies = driver()->cuMemcpyDtoDAsync_v2(part->staged, part->device, bytes, work->scratch->stream) ==
-                     CUDA_SUCCESS;
-            done = bytes - part->bytes;
-            calls++;
-        }
-    CUresult result = calls != 0 ? wait_for_kernel(work) : CUDA_SUCCESS;
+    for (struct part *part = parts; part < end && copies; part = next) {
+        size_t bytes = part->bytes;
+        for (next = part + 1; part->staged != 0 && next < end && next->staged == part->staged + bytes &&
+                              next->device == part->device + bytes; next++)
+            bytes += next->bytes;
+        if (part->staged == 0)
+            continue;
+        any = true;
+        copies = driver()->cuMemcpyDtoDAsync_v2(part->staged, part->device, bytes, work->scratch->stream) == CUDA_SUCCESS;
+    }
+    CUresult result = any ? wait_for_kernel(work) : CUDA_SUCCESS;
     if (!copies)
         work->staging = (struct staging){.left = 0};
     for (struct part *part = parts; part < end; part++)
@@ -527,18 +527,32 @@ static CUresult stage(struct work *work, struct part *parts, size_t count)
     return result;
 }
 
-/* Of a swap out that has failed: copy what is nowhere else to the memory that it is a part of. */
+static bool is_only_staged(const struct part *part) { return part->staged != 0 && !part->copied; }
+
+/* Whether that is nowhere but where it is staged: host memory may have no file for it. */
+static bool only_staged_has(size_t offset, size_t bytes)
+{
+    for (size_t at = 0; at < left.count; at++)
+        if (left.parts[at].offset == offset && left.parts[at].bytes == bytes && is_only_staged(&left.parts[at]))
+            return true;
+    return false;
+}
+
+/* Copy what is nowhere else to the memory that it is a part of. */
 static CUresult copy_staged_back(const struct work *work)
 {
     CUresult result = CUDA_SUCCESS;
     struct copied each;
-    for (size_t at = 0; left.count != 0 && copies_next(&at, &each);)
-        for (const struct part *part = left.parts; part < left.parts + left.count && result == CUDA_SUCCESS; part++)
-            if (each.context == work->context && part->staged != 0 && !part->copied && part->offset >= each.offset &&
-                part->offset - each.offset < each.bytes)
+    if (left.count == 0)
+        return CUDA_SUCCESS;
+    for (size_t at = 0; copies_next(&at, &each);)
+        for (size_t of = 0; each.context == work->context && of < left.count && result == CUDA_SUCCESS; of++) {
+            const struct part *part = &left.parts[of];
+            if (is_only_staged(part) && part->offset >= each.offset && part->offset - each.offset < each.bytes)
                 result = driver()->cuMemcpyDtoDAsync_v2(each.address + (part->offset - each.offset), part->staged,
                                                         part->bytes, work->ring->stream);
-    CUresult ended = left.count != 0 ? driver()->cuStreamSynchronize(work->ring->stream) : CUDA_SUCCESS;
+        }
+    CUresult ended = driver()->cuStreamSynchronize(work->ring->stream);
     return result != CUDA_SUCCESS ? result : ended;
 }
 
@@ -571,7 +585,8 @@ static void *examine(void *argument)
         zero_parts_load(work->context);
         if (work->keeps)
             page_digests_load(work->context);
-        result = begin_staging(work);
+        if (work->large != 0)
+            result = begin_staging(work);
     }
     for (size_t first = 0, count = 0; first < work->count && result == CUDA_SUCCESS; first += count) {
         count = slice(work, first, count);
@@ -769,7 +784,8 @@ static void list_parts(struct work *work)
             for (size_t offset = 0; offset < each.bytes; offset += PART_BYTES) {
                 size_t rest = each.bytes - offset, bytes = rest < PART_BYTES ? rest : PART_BYTES;
                 bool zero = !work->outwards && host_memory_is_zero(each.offset + offset, bytes);
-                bool known = !work->outwards && held_memory_is_back(at - 1);
+                bool known = !work->outwards &&
+                             (held_memory_is_back(at - 1) || only_staged_has(each.offset + offset, bytes));
                 work->parts[count++] = (struct part){.device = each.address + offset,
                                                      .offset = each.offset + offset,
                                                      .bytes = bytes,
@@ -893,7 +909,7 @@ static CUresult run_all(bool outwards, bool keeps, bool checks, CUresult (*step)
     }
     host_memory_close();
     result = atomic_load(&failed);
-    if (outwards && step != NULL) {
+    if (outwards && step != NULL && result != CUDA_SUCCESS) {
         left.parts = parts;
         left.bytes = bytes;
         left.count = total;

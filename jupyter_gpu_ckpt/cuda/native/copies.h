@@ -38,7 +38,7 @@ CUresult copies_run_in(CUresult (*step)(size_t number));
  * CUDA_ERROR_ILLEGAL_STATE where it is not, or where that cannot be proved. */
 CUresult copies_run_in_checked(CUresult (*step)(size_t number));
 
-/* Free what was staged: after both copies, or where no step was made on any memory. */
+/* Free what is still staged: after a copy out, or after the copy back if that has failed; or where it has made no step. */
 void copies_end_staging(void);
 
 /* Write the moments of the last transfer that are after one of CLOCK_MONOTONIC, in seconds from that on, as members of

@@ -20,21 +20,22 @@ static pthread_mutex_t using = PTHREAD_MUTEX_INITIALIZER;
 static struct allocation pieces[MAX_PIECES];
 static size_t count;
 
-void staging_begin(struct staging *staging, size_t bytes)
+void staging_begin(struct staging *staging, size_t bytes, size_t expected)
 {
-    size_t free, total;
+    size_t free, total, most = bytes / STAGED_SHARE;
     *staging = (struct staging){.left = 0};
-    if (bytes == 0 || driver()->cuMemGetInfo_v2 == NULL || driver()->cuMemGetInfo_v2(&free, &total) != CUDA_SUCCESS)
+    if (driver()->cuMemcpyDtoDAsync_v2 == NULL || driver()->cuMemGetInfo_v2 == NULL ||
+        driver()->cuMemGetInfo_v2(&free, &total) != CUDA_SUCCESS)
         return;
-    free -= free / 4;
-    staging->left = bytes / STAGED_SHARE < free ? bytes / STAGED_SHARE : free;
+    most = most < free - free / 4 ? most : free - free / 4;
+    staging->left = expected <= most ? most : 0;
 }
 
-/* False: it stays, and can be freed again. */
+/* False: it stays, and can be freed again.  In no context: mapped memory is of none, and its own may be destroyed. */
 static bool free_piece(struct allocation *piece)
 {
-    return driver()->cuCtxSetCurrent(piece->context) == CUDA_SUCCESS && allocation_unmap(piece) == CUDA_SUCCESS &&
-           driver()->cuMemAddressFree(piece->address, STAGED_PIECE) == CUDA_SUCCESS;
+    return allocation_unmap(piece) == CUDA_SUCCESS &&
+           driver()->cuMemAddressFree(piece->address, piece->bytes) == CUDA_SUCCESS;
 }
 
 static CUdeviceptr make_piece(void)
@@ -43,8 +44,7 @@ static CUdeviceptr make_piece(void)
         return 0;
     struct allocation *piece = &pieces[count];
     *piece = (struct allocation){.bytes = STAGED_PIECE};
-    if (driver()->cuCtxGetCurrent(&piece->context) != CUDA_SUCCESS ||
-        driver()->cuCtxGetDevice(&piece->device) != CUDA_SUCCESS ||
+    if (driver()->cuCtxGetDevice(&piece->device) != CUDA_SUCCESS ||
         driver()->cuMemAddressReserve(&piece->address, STAGED_PIECE, 0, 0, 0) != CUDA_SUCCESS)
         return 0;
     count++;
@@ -98,6 +98,7 @@ void staging_free_piece(CUdeviceptr part)
     pthread_mutex_unlock(&using);
 }
 
+/* Nobody takes or frees a piece meanwhile. */
 void staging_free(void)
 {
     for (int attempt = 0; attempt < ATTEMPTS && count != 0; attempt++) {

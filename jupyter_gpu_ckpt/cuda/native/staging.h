@@ -13,11 +13,6 @@
 #define STAGED_LEAST ((size_t)8 << 30)
 #endif
 
-/* Percent of such memory that have to be zeros: of other memory not all can be staged, and then it gains nothing. */
-#ifndef STAGED_ZEROS /* less, in tests */
-#define STAGED_ZEROS 60
-#endif
-
 /* What may be staged in one context. */
 struct staging {
     size_t left;
@@ -25,9 +20,10 @@ struct staging {
     size_t rest;
 };
 
-/* Begin for so many bytes of large memory, in the current context: a part of them is staged at most, and a quarter of
- * what is free on the device is left to others. */
-void staging_begin(struct staging *staging, size_t bytes);
+/* Begin for so many bytes of large memory, of which about so many have to be staged, in the current context.  Nothing is
+ * where that is more than a third of them, or than three quarters of what is free on the device, which others may need:
+ * a memory that is staged in part has to wait for its copies, too. */
+void staging_begin(struct staging *staging, size_t bytes, size_t expected);
 
 /* Take memory for one part, in the context that it was begun in: from a piece of memory as long as that has some.  0:
  * there is none. */

@@ -39,9 +39,18 @@ def test_no_more_are_kept_than_a_program_frees_at_a_time(subject):
     assert subject.outstanding()["reservations"] == KEPT_ADDRESSES
 
 
+def test_the_oldest_give_way(subject):
+    numbers = [subject.alloc(1, 2 * MIB) for _ in range(KEPT_ADDRESSES)]
+    numbers.append(subject.alloc(1, 64 * MIB))
+    for number in numbers:
+        subject.free(number)
+    assert subject.outstanding()["reservations"] == KEPT_ADDRESSES
+    assert reserved(subject, 64 * MIB) == 0
+
+
 @pytest.mark.parametrize("left", [0, 2])
 def test_none_are_kept_beyond_a_context(subject, left):
-    """Whether it still has memory or not."""
+    """A context that still has memory, or none."""
     first = subject.alloc(left + 3, 2 * MIB)
     for number in range(first, first + 3):
         subject.free(number)

@@ -70,7 +70,10 @@ def filled(request, sliced, doubles):
     yield from with_blocks(sliced, doubles, *request.param)
 
 
-@pytest.fixture(params=[(1, "cuda"), (2, "map"), (1, "kept")], ids=["one device", "mapped, two devices", "kept"])
+@pytest.fixture(
+    params=[(1, "cuda"), (2, "map"), (1, "files"), (1, "kept")],
+    ids=["one device", "mapped, two devices", "to files", "kept"],
+)
 def filled_and_staged(request, staged, doubles):
     """The same with blocks that are freed before their copies in host memory are complete."""
     yield from with_blocks(staged, doubles, *request.param)
@@ -84,10 +87,11 @@ def with_blocks(programs: Programs, doubles: Path, devices: int, api: str) -> It
             device = number % devices
             assert device == 0 or subject.ask("context", device) == "0"
             density = "zeros" if api == "zeros" and number != 0 else "full"
-            subject.alloc(1, size, api if api not in ("zeros", "kept") else "cuda", density)
+            subject.alloc(1, size, api if api not in ("zeros", "files", "kept") else "cuda", density)
             assert device == 0 or subject.ask("pop") == "0"
-        if api == "kept":  # of the first round; then there are only digests to compute
+        if api in ("files", "kept"):
             (subject.path.parent / "host-memory" / "gpu-ckpt-extents").mkdir(parents=True)
+        if api == "kept":  # of the first round; then there are only digests to compute
             with subject.control() as control:
                 control.must(f"keep {TOTAL}")
         yield subject

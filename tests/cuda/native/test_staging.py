@@ -19,11 +19,13 @@ HELD = {1: 5, 2: PART - 1, 9: 2 * MIB, 15: 0}
 ON_DEVICE = "cuMemcpyDtoDAsync_v2"
 
 
-@pytest.fixture(params=["cuda", "map"])
+@pytest.fixture(params=[("cuda", True), ("cuda", False), ("map", True)], ids=["files", "anonymous memory", "mapped"])
 def large(request, staged, doubles):
-    """A program with a large memory, most of which are zeros."""
+    """Run a program with a large memory, most of which are zeros; it is swapped out to files, or not."""
+    api, files = request.param
     with running(staged, doubles, environment=DIRTY) as subject:
-        number = subject.alloc(1, SIZE, request.param, "zeros")
+        extents(subject).mkdir(parents=True) if files else None
+        number = subject.alloc(1, SIZE, api, "zeros")
         for part, at in HELD.items():
             assert subject.ask("poke", number, part * PART + at, 1, 1 + part) == "ok"
         yield subject
@@ -54,7 +56,7 @@ def test_it_is_freed_before_it_is_copied(large):
 
 
 def test_what_has_not_changed_is_not_staged(large):
-    extents(large).mkdir(parents=True)
+    extents(large).mkdir(parents=True, exist_ok=True)
     with large.control() as control:
         control.must(f"keep {ENOUGH}", "move_out", "swap_in")
         assert large.ask("poke", 0, 9 * PART, 1, 7) == "ok"
@@ -77,7 +79,7 @@ def test_a_copy_that_stays_on_the_device_first_is_not_staged(large):
 def test_where_little_is_free_it_waits_for_its_copies(large):
     before = large.ask("sum")
     with large.control() as control:
-        assert large.ask("total", SIZE + PART + MIB) == "ok"  # three quarters of what is free are less than a piece
+        assert large.ask("total", SIZE + 5 * PART) == "ok"  # three quarters of what is free are less than 4 parts
         large.fail()
         assert large.ask("stop", OUT, 3) == "ok"
         control.send(b"move_out\n")
@@ -90,23 +92,39 @@ def test_where_little_is_free_it_waits_for_its_copies(large):
         assert large.ask("sum") == before
 
 
-def test_a_memory_that_is_full_waits_for_its_copies(doubles):
-    """Of it not all could be staged."""
-    define = [each for each in STAGED if "ZEROS=0" not in each]
-    with running(build(doubles, define=tuple(define)), doubles) as subject:
-        subject.alloc(1, SIZE, density="full")
-        with subject.control() as control:
-            subject.fail()
-            control.must("move_out", "swap_in")
-            assert subject.calls()[OUT] == SIZE // PART
-            assert ON_DEVICE not in subject.calls()
-            for part in range(0, 16, 16 // 4):
-                assert subject.ask("poke", 0, part * PART, 3 * PART, 0) == "ok"
-            before = subject.ask("sum")
-            subject.fail()
-            control.must("move_out", "swap_in")
-            assert subject.calls()[ON_DEVICE] == 4
-            assert subject.ask("sum") == before
+@pytest.fixture
+def by_a_sample(doubles):
+    """Run a program with a library that stages a third of memory of 32 MiB and more."""
+    define = [each for each in STAGED if "SHARE" not in each and "LEAST" not in each]
+    with running(build(doubles, define=(*define, "STAGED_LEAST=33554432")), doubles, environment=DIRTY) as subject:
+        yield subject
+
+
+@pytest.mark.parametrize(("full", "staged"), [(16, 0), (7, 0), (5, 5)])
+def test_a_memory_of_which_not_all_can_be_staged_waits_for_its_copies(by_a_sample, full, staged):
+    number = by_a_sample.alloc(1, SIZE, "cuda", "zeros")
+    for part in range(full):
+        assert by_a_sample.ask("poke", number, part * PART, PART, 1 + part) == "ok"
+    before = by_a_sample.ask("sum")
+    with by_a_sample.control() as control:
+        by_a_sample.fail()
+        control.must("move_out", "swap_in")
+        calls = by_a_sample.calls()
+        assert (calls[OUT], calls.get(ON_DEVICE, 0)) == (full, staged)
+        assert by_a_sample.ask("sum") == before
+
+
+@pytest.mark.parametrize(("large", "small", "staged"), [("full", "zeros", 0), ("zeros", "full", 1)])
+def test_what_other_memory_holds_does_not_count(by_a_sample, large, small, staged):
+    number = by_a_sample.alloc(1, SIZE, "cuda", large)
+    assert by_a_sample.ask("poke", number, PART, 1, 1) == "ok"
+    by_a_sample.alloc(SIZE // PART, PART, "cuda", small)
+    before = by_a_sample.ask("sum")
+    with by_a_sample.control() as control:
+        by_a_sample.fail()
+        control.must("move_out", "swap_in")
+        assert by_a_sample.calls().get(ON_DEVICE, 0) == staged
+        assert by_a_sample.ask("sum") == before
 
 
 def test_the_other_memory_is_freed_while_more_is_copied(large):

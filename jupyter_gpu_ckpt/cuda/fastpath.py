@@ -475,12 +475,10 @@ class FastPath:
             self._cuda.unlock(pid)
             try:
                 with self._library(timeout_s) as library:
-                    if library is None:
-                        pass
-                    elif held is None:
+                    if library and held is None:
                         may_run = False
                         library.request("move_out")
-                    else:
+                    elif library and held is not None:
                         library.request("copy_out")
                         may_run = False
                         library.hold(held)

@@ -31,12 +31,11 @@ async def lives(kernel) -> None:
 
 
 async def sleeps_and_wakes(kernel) -> None:
-    """Raise `CellFailed` if the checkpoint is refused, also later: `allow` may have counted a file that was closed."""
+    """Raise `CellFailed` if the checkpoint is refused at once; what the magic has accepted must succeed."""
     kernel.steps.events.clear()
     await kernel.run("%gpu_checkpoint")
     await until(lambda: kernel.state == "checkpointed" or refusal(kernel))
-    if kernel.state != "checkpointed":
-        raise CellFailed(refusal(kernel))
+    assert not refusal(kernel), "accepted, and refused later"
     await lives(kernel)
 
 
@@ -64,8 +63,7 @@ async def test_a_checkpoint_succeeds_or_says_what_it_lacks_and_the_kernel_wakes(
             await sleeps_and_wakes(kernel)
         except CellFailed as refused:
             assert limit == "NOFILE" and free < CHECKPOINT_NEEDS, refused
-            hint = f"opens {CHECKPOINT_NEEDS} more"
-            assert str(refused) == "UNPROVEN_STATE" or ("UNPROVEN_STATE" in str(refused) and hint in str(refused))
+            assert "UNPROVEN_STATE" in str(refused) and f"opens {CHECKPOINT_NEEDS} more" in str(refused)
             await lives(kernel)
     await sleeps_and_wakes(kernel)
 

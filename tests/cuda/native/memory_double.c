@@ -47,7 +47,7 @@ struct ranges {
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static struct ranges reservations, mappings, allocations, deferred, registered;
+static struct ranges reservations, mappings, allocations, deferred, registered, holes;
 static struct memory **memories;
 static size_t memory_count, memory_capacity;
 static CUmemGenericAllocationHandle last;
@@ -175,9 +175,10 @@ static void forget_unused(struct memory *memory)
 {
     if (memory->references != 0 || memory->mappings != 0)
         return;
-    if (memory->file < 0)
+    if (memory->file < 0) {
         fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory->offset, (off_t)memory->bytes);
-    else
+        add(&holes, (struct range){.address = (uintptr_t)memory->offset, .bytes = memory->bytes});
+    } else
         close(memory->file);
     if (!memory->imported)
         release(memory->bytes);
@@ -247,6 +248,22 @@ static void dirty(off_t offset, size_t bytes)
             misuse("cuMemCreate: no memory");
 }
 
+/* Where so many bytes of memory go in the file: it grows only where no hole has the size, as a program's limit of the
+ * sizes of files must not be one of its device memory.  -1: it cannot. */
+static off_t place_in_file(size_t bytes)
+{
+    off_t offset = file_end, end = file_end + (off_t)bytes;
+    for (size_t at = 0; at < holes.count && offset == file_end; at++)
+        if (holes.all[at].bytes == bytes)
+            offset = (off_t)holes.all[at].address, end = file_end;
+    if (ftruncate(file, end) != 0) /* as where a program has closed the file */
+        return -1;
+    if (offset != file_end)
+        drop(&holes, (uintptr_t)offset);
+    file_end = end;
+    return offset;
+}
+
 EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *wanted,
                             unsigned long long flags)
 {
@@ -262,15 +279,15 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, 
     if (file < 0)
         file = memfd_create("device", MFD_CLOEXEC);
     bool occupied = occupy(bytes);
-    if (occupied && ftruncate(file, file_end + (off_t)bytes) != 0) /* as where a program has closed the file */
+    off_t offset = occupied ? place_in_file(bytes) : -1;
+    if (occupied && offset < 0)
         release(bytes);
     else if (occupied) {
         if (getenv("DOUBLE_DIRTY") != NULL)
-            dirty(file_end, bytes);
+            dirty(offset, bytes);
         struct memory *memory = calloc(1, sizeof *memory);
         *memory = (struct memory){.handle = *handle = ++last, .device = wanted->location.id, .bytes = bytes,
-                                  .offset = file_end, .file = -1, .properties = *wanted, .references = 1};
-        file_end += (off_t)bytes;
+                                  .offset = offset, .file = -1, .properties = *wanted, .references = 1};
         keep(memory);
         result = CUDA_SUCCESS;
     }

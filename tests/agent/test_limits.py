@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,28 @@ OUT_OF_MEMORY = "'traceback': [], 'ename': 'MemoryError'"
 async def lives(kernel) -> None:
     """Lift the limits in the next cell: the kernel is the same, and answers."""
     assert await kernel.run("lift(); print(x)") == "5"
+
+
+async def leaves(kernel, limit: str, free: int) -> None:
+    """Leave the kernel so many more, while IPython's thread opens nothing for the history.
+
+    It is started before this cell, and ends where it cannot write a line.
+    """
+    thread = await kernel.run(
+        "thread = get_ipython().history_manager.save_thread; print(int(bool(thread) and thread.is_alive()))"
+    )
+    await until(lambda: history_files(kernel) == ["history.sqlite"] * (1 + int(thread)))
+    await kernel.run(f"allow({limit!r}, {free})")
+    await until(lambda: {*history_files(kernel)} == {"history.sqlite"})  # and no journal
+
+
+def history_files(kernel) -> list[str]:
+    """Return the names of the history's files that the kernel has open."""
+    found = []
+    for each in Path(f"/proc/{kernel.lifecycle.capsule.host_pid}/fd").iterdir():
+        with suppress(OSError):  # it has closed it
+            found.append(os.path.basename(os.readlink(each)))
+    return sorted(name for name in found if name.startswith("history.sqlite"))
 
 
 async def sleeps_and_wakes(kernel) -> None:
@@ -58,7 +80,7 @@ async def test_a_magic_needs_nothing_that_a_kernel_may_not_have(kernel, limit, l
 async def test_a_checkpoint_succeeds_or_says_what_it_lacks_and_the_kernel_wakes(kernel, limit):
     await kernel.run(f"x = 5\n{LIMITS}{FILES}")
     for free in (*range(9), 12, 20):
-        await kernel.run(f"allow({limit!r}, {free})")
+        await leaves(kernel, limit, free)
         try:
             await sleeps_and_wakes(kernel)
         except CellFailed as refused:

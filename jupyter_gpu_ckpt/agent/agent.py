@@ -48,7 +48,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import debugging, gpu_memory, identity, limits, mappings, messages, probes, summary
@@ -161,7 +161,8 @@ class Agent:
             try:
                 if threading.current_thread() is not threading.main_thread():
                     raise RuntimeError("send this request to the main shell, not to a subshell")
-                frames = reply({"status": "ok", "report": act(parent["content"])})
+                with _without_automatic_gc():
+                    frames = reply({"status": "ok", "report": act(parent["content"])})
             except BaseException as error:  # also KeyboardInterrupt: the caller waits for a reply
                 if verb == "quiesce":  # and got no report of what was done
                     self._undo_quiesce([])
@@ -351,6 +352,21 @@ def unload_ipython_extension(ip: Any) -> None:
     if (agent := getattr(ip, NAME, None)) is not None:
         agent.unregister()
         delattr(ip, NAME)
+
+
+@contextlib.contextmanager
+def _without_automatic_gc() -> Iterator[None]:
+    """Answer a request without a collection by Python itself, for which 0.2 s pass where a framework was imported.
+
+    `Agent.quiesce` decides what is collected.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def attach() -> None:

@@ -99,7 +99,9 @@ def _findings(
         found += preflight.judge_connections(without_agent, capsule.processes())
         # State of the kernel that is not proven to be restored, as far as it shows while the kernel runs.
         found += preflight.judge_state(inspection.result())
-    own = kernel.engine.gpus.used_by(capsule.host_pid) if device_bytes else {}
+    own = device_bytes
+    if device_bytes and companions:
+        own = kernel.engine.gpus.used_by(capsule.host_pid)
     if own and (why := kernel.fast_path().why_slow(sum(own.values()))):
         found.append(PreflightFinding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
     found += [PreflightFinding("DRIVERS_RATE", text) for text in cuda_processes.slow_children(kernel, device_bytes)]

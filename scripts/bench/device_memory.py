@@ -208,7 +208,7 @@ class Bench:
     rounds: int
     images: Path | None = None
     medians: dict[str, float] = field(default_factory=dict)
-    #: Seconds of the last round's steps and their parts, by row.
+    #: Seconds of the steps and their parts in the first round and the last, by row.
     steps: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @contextlib.asynccontextmanager
@@ -367,6 +367,7 @@ async def rounds(
         found = await out(kernel) | await back(kernel)
         for name, values in figures.items():
             values.append(found.pop(name))
+        bench.steps.setdefault(f"{row}, first", found)
         bench.steps[row] = found
         if await kernel.run("print(check())", timeout=DEADLINE) != expected:
             raise AssertionError("the memory differs after a suspend")

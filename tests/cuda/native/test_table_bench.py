@@ -71,7 +71,8 @@ async def test_a_framework_s_row(bench, monkeypatch):
     assert figures["all off"].most == pytest.approx(16 * 0.01 + 0.01 + 0.10)
     others = await table.framework(run, "cupy")
     assert others[0].most == pytest.approx(figures["tensors off"].median + 0.1)
-    assert {"out lock", "out swap_out", "out driver", "back driver", "back swap_in"} <= {*run.steps["cupy"]}
+    for steps in (run.steps["cupy"], run.steps["cupy, first"]):
+        assert {"out lock", "out swap_out", "out driver", "back driver", "back swap_in"} <= {*steps}
 
 
 async def test_the_row_of_a_copy_that_stays(bench, monkeypatch):
@@ -111,7 +112,7 @@ async def test_the_rows_of_what_is_mirrored(bench):
     table, run = bench
     figures = await table.mirrored(run, "mirrored")
     assert [figure.most for figure in figures] == [0.30, None, None, 0.35, None, None]
-    assert {*run.steps} == {"mirrored", "mirrored, changed"}
+    assert {*run.steps} == {f"mirrored{which}{first}" for which in ("", ", changed") for first in ("", ", first")}
     first, other = await table.untouched(run, "untouched")
     assert (len(first.values), len(other.values), first.most, other.most) == (2, 2, 0.10, None)
 

@@ -267,13 +267,13 @@ class FrozenThreads:
                 os.waitid(os.P_PID, tid, os.WEXITED | os.WNOHANG | WALL)
 
     def _is_at_rest(self, tid: int, kept: re.Pattern[str], shared: _Shared) -> bool:
+        if tid in self._frozen:
+            return True
         try:
             seen = procfs.stat(self._pid, tid)
         except procfs.GONE:  # it ended, and the threads that it made meanwhile are not listed
             return False
         if tid == self._pid and seen.has_ended:  # the first thread stays as a zombie while there are others
-            return True
-        if tid in self._frozen:
             return True
         return kept.match(seen.name) is not None and not self._is_programs_own(tid, seen.name, shared)
 

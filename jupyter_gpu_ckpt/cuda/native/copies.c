@@ -89,6 +89,7 @@ struct work {
     size_t large; /* bytes of memory whose parts may be staged */
     struct staging staging;
     atomic_bool examined, has_copies; /* all parts are; one was found that has to be copied */
+    atomic_bool opened; /* the ring has its streams */
     pthread_t thread, threads[MAX_WORKERS];
     size_t most, begun; /* threads that copy */
     double moments[MOMENTS];
@@ -268,6 +269,8 @@ static void *copy(void *argument)
     char *buffered = work->ring->memory + number * work->ring->piece;
     if (result == CUDA_SUCCESS)
         result = pin(work->ring, number);
+    if (result == CUDA_SUCCESS && !wait_for(&work->opened))
+        result = atomic_load(&failed);
     for (size_t at = 0; at < BUFFERS && result == CUDA_SUCCESS; at++) {
         buffers[at].memory = buffered + at * PART_BYTES;
         result = cu->cuEventCreate(&buffers[at].copied, CU_EVENT_DISABLE_TIMING);
@@ -657,21 +660,27 @@ static bool wait_for_copies(struct work *work)
     return atomic_load(&work->has_copies) || atomic_load(&failed) != CUDA_SUCCESS;
 }
 
+/* Threads begin first: they pin the ring while it gets its streams.  Later each would wait for page faults of others. */
 static CUresult open_and_copy(struct work *work)
 {
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
         result = map_ring(work->ring, work->context, work->most * BUFFERS * PART_BYTES, BUFFERS * PART_BYTES);
-    if (result == CUDA_SUCCESS)
-        result = driver()->cuStreamCreate(&work->ring->stream, CU_STREAM_NON_BLOCKING);
-    if (result == CUDA_SUCCESS && work->has_zeros &&
-        driver()->cuStreamCreate(&work->ring->zeros, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)
-        work->ring->zeros = NULL;
     while (result == CUDA_SUCCESS && work->begun < work->most &&
            pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
         work->begun++;
+    if (result == CUDA_SUCCESS && work->begun == 0)
+        result = CUDA_ERROR_OPERATING_SYSTEM;
+    if (result == CUDA_SUCCESS)
+        result = driver()->cuStreamCreate(&work->ring->stream, CU_STREAM_NON_BLOCKING);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (work->has_zeros && driver()->cuStreamCreate(&work->ring->zeros, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)
+        work->ring->zeros = NULL;
     work->moments[OPENED] = now();
-    return result == CUDA_SUCCESS && work->begun == 0 ? CUDA_ERROR_OPERATING_SYSTEM : result;
+    atomic_store(&work->opened, true);
+    announce();
+    return CUDA_SUCCESS;
 }
 
 /* Wait for the threads and for the stream.  If the driver does not say that the copies have ended, the ring is kept. */
@@ -680,7 +689,7 @@ static CUresult end(struct work *work)
     for (size_t thread = 0; thread < work->begun; thread++)
         pthread_join(work->threads[thread], NULL);
     work->moments[COPIED] = now();
-    if (work->begun == 0)
+    if (!atomic_load(&work->opened))
         return CUDA_SUCCESS;
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)

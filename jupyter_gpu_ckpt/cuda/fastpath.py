@@ -31,6 +31,7 @@ import stat
 import struct
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -197,7 +198,8 @@ class FastPath:
     def __init__(self, capsule: Capsule, cuda: Cuda, child: int | None = None, *, keep_bytes: int = 0) -> None:
         self._capsule, self._cuda, self._child = capsule, cuda, child
         self._keep_bytes = keep_bytes if child is None else 0
-        #: Of the last swap: the seconds from the library's request until each of its moments (`copies.h`).
+        #: Of the last swap: the seconds from the library's request until each of its moments (`copies.h`).  And of a
+        #: swap out how long ``freeze`` took, all before that request, and ``lock``, after the memory was free.
         self.parts = dict[str, float]()
 
     @property
@@ -459,7 +461,7 @@ class FastPath:
         on the GPU until the swap in.  *After failure* the kernel may be unlocked, and allocations swapped out:
         `swap_in` repairs that, if the GPU has the memory.
         """
-        pid = self._pid
+        pid, began = self._pid, time.monotonic()
         try:
             amounts, directory = self._prepare(choose_directory)
         except ProtocolVersion:
@@ -469,6 +471,7 @@ class FastPath:
             return 0
         if not amounts.allocations or amounts.swapped_out:
             return amounts.swapped_out
+        self.parts["freeze"] = time.monotonic() - began
         timeout_s = _copy_timeout(amounts, directory, timeout_s)
         may_run = True  # else a thread could use freed memory: only the driver's lock prevents that
         try:
@@ -490,9 +493,11 @@ class FastPath:
                 raise _cuda_error(error) from error
             except _Refused as error:
                 _log.info("Device memory is left to the CUDA driver: %s", error)
+            moved = time.monotonic()
             if not self.swapped_out():  # threads that own the driver's lock must release it before it can be locked
                 self._capsule.unfreeze_threads(child=self._child)
             self._cuda.lock(pid, lock_s)
+            self.parts["lock"] = time.monotonic() - moved
             may_run = True
         finally:
             if may_run:

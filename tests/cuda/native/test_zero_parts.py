@@ -194,7 +194,8 @@ def test_zeros_go_to_an_image_and_come_back(fast_kernel):
             assert kernel.program.ask(contents) == wanted
         kernel.program.ask("ctypes.memset(held[1][0], 0, held[1][1])")
     parts = {event.step: [*event.parts] for event in events.completed() if event.parts}
-    out = [f"swap_out/{name}" for name in ("prepared", "first_examined", "opened", "examined", "copied", "closed")]
+    moments = ("prepared", "first_examined", "opened", "examined", "copied", "closed")
+    out = [f"swap_out/{name}" for name in ("freeze", *moments, "lock")]
     assert parts["cuda_suspend"] == ["inspect", "lock", "swap_out", *out, "freeze", "driver"]
     back = [f"swap_in/{name}" for name in ("prepared", "opened", "copied", "closed")]
     assert parts["cuda_resume"] == ["children", "driver", "read", "swap_in", *back]

@@ -205,7 +205,7 @@ def test_the_sums_of_the_table_s_program_count_each_bit_and_its_position(table):
     assert not x
 
 
-@pytest.mark.parametrize("part", ["BUS", "SUBJECT", "ALONE"])
+@pytest.mark.parametrize("part", ["BUS", "SUBJECT", "ALONE", "LARGE_SUBJECT", "TAKER"])
 def test_the_table_s_other_programs_are_programs(table, part):
     names = {"gib": 16, "rounds": 5, "mib": 64, "pid": 1, "code": table.PROGRAMS["torch"].code}
     compile(getattr(table, part).format(**names), part, "exec")

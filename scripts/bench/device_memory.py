@@ -160,6 +160,30 @@ for line in itertools.chain(['use'], sys.stdin):
     globals()[line.strip()]()
     print(time.perf_counter() - began, flush=True)
 """
+#: A program that leaves a little of the GPU free, and then, at each line, takes that and GiB more as soon as it can.
+TAKER = """
+import sys, time
+from cuda.bindings import driver as cu
+def do(call, *arguments):
+    error, *found = call(*arguments)
+    if error != cu.CUresult.CUDA_SUCCESS:
+        sys.exit(f'{{call.__name__}}: {{error}}')
+    return found if len(found) != 1 else found[0]
+do(cu.cuInit, 0)
+do(cu.cuCtxSetCurrent, do(cu.cuDevicePrimaryCtxRetain, do(cu.cuDeviceGet, 0)))
+free, _ = do(cu.cuMemGetInfo)
+do(cu.cuMemAlloc, free - (4 << 30))
+free, _ = do(cu.cuMemGetInfo)
+print('there', flush=True)
+for line in sys.stdin:
+    while True:
+        error, taken = cu.cuMemAlloc(free + ({gib} << 30) - (256 << 20))
+        if error != cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            break
+        time.sleep(0.002)
+    print(time.time() if error == cu.CUresult.CUDA_SUCCESS else error, flush=True)
+    do(cu.cuMemFree, taken)
+"""
 
 
 @dataclass(frozen=True)
@@ -332,11 +356,14 @@ async def out(kernel: Any) -> dict[str, float]:
     kernel.steps.events.clear()
     began = time.time()
     await kernel.provisioner.suspend()
-    (done,) = (event for event in kernel.steps.completed() if event.step == "cuda_suspend")
+    completed = {event.step: event for event in kernel.steps.completed()}
+    done = completed["cuda_suspend"]
     whole, parts = done.at - began, done.parts
-    steps = {event.step: event.seconds for event in kernel.steps.completed()}
+    steps = {step: event.seconds for step, event in completed.items()}
+    steps |= {f"quiesce {name}": seconds for name, seconds in completed["quiesce"].parts.items()}
     steps |= {f"out {name}": seconds for name, seconds in parts.items()}
-    return {"all off": whole, "tensors off": whole - parts.get("freeze", 0.0) - parts.get("driver", 0.0), **steps}
+    since = sum(parts.get(name, 0.0) for name in ("swap_out/lock", "freeze", "driver"))
+    return {"all off": whole, "tensors off": whole - since, **steps}
 
 
 async def back(kernel: Any) -> dict[str, float]:
@@ -413,7 +440,7 @@ async def framework(bench: Bench, name: str) -> list[Figure]:
     """The row of one framework: `EACH` GiB off and back, to the disk and back."""
     program = PROGRAMS[name]
     async with bench.kernel(name, program) as kernel:
-        share = await by_library(kernel, EACH << 10, begin=name != "jax-preallocated")
+        share = await by_library(kernel, EACH << 10, begin=not program.preallocates)
         found = await rounds(bench, name, kernel)
         await disk_keeps_all(kernel)
     if name == "torch":
@@ -430,6 +457,34 @@ async def framework(bench: Bench, name: str) -> list[Figure]:
     title = f"{EACH} GiB, {program.title}"
     figures = [Figure(f"{title}: {what}", values, most=most[what]) for what, values in found.items()]
     return [*figures, Figure(f"{title}: of the bytes by the library", [share], "%", least=95.0)]
+
+
+async def taken(bench: Bench, name: str) -> list[Figure]:
+    """What "tensors off" says, seen from outside: a process that needs the kernel's bytes has them."""
+    figures: dict[str, list[float]] = {"tensors off": [], "another process has their memory": []}
+    async with bench.kernel(name, PROGRAMS["torch"]) as kernel:
+        await kernel.run(f"begin(); fill({EACH << 10})", timeout=DEADLINE)
+        taker = subprocess.Popen(
+            [sys.executable, "-c", TAKER.format(gib=EACH)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert taker.stdin is not None and taker.stdout is not None
+            if await asyncio.to_thread(taker.stdout.readline) != "there\n":
+                raise RuntimeError("the process that takes the memory ended")
+            for _ in range(bench.rounds):
+                await asyncio.sleep(1)
+                taker.stdin.write("take\n")
+                taker.stdin.flush()
+                began = time.time()
+                figures["tensors off"].append((await out(kernel))["tensors off"])
+                has = float(await asyncio.to_thread(taker.stdout.readline))
+                figures["another process has their memory"].append(has - began)
+                await back(kernel)
+        finally:
+            taker.kill()
+            taker.wait()
+    most = EACH * bench.medians["bus out"] + REST
+    return [Figure(f"{EACH} GiB, PyTorch: {what}", values, most=most) for what, values in figures.items()]
 
 
 async def kept(bench: Bench, name: str) -> list[Figure]:
@@ -608,7 +663,7 @@ class Row:
 
 def _each(name: str) -> Row:
     needs = ("bus", "driver") if name == "torch" else ("torch",)
-    return Row(framework, 40, needs, PROGRAMS[name].modules, 2 * EACH + 8)
+    return Row(framework, 30, needs, PROGRAMS[name].modules, 2 * EACH + 8)
 
 
 def _loops(program: str, seconds: float, **how: Any) -> Row:
@@ -620,6 +675,7 @@ ROWS = {
     "driver": Row(lambda bench, _: driver(bench), 30),
     "driver-large": Row(lambda bench, _: driver_large(bench), 40, modules=("cuda",)),
     **{name: _each(name) for name in PROGRAMS},
+    "taken": Row(taken, 30, ("bus",), ("torch", "cuda"), EACH + 8),
     "kept": Row(kept, 30, ("torch",), host_gib=EACH + 8),
     "jax-peak": Row(
         lambda bench, name: jax_as_it_comes(bench, name, peak=True), 40, modules=("jax",), host_gib=PEAK + 8
@@ -631,6 +687,7 @@ ROWS = {
     "loops-async": _loops("async", 70),
     "loops-cupy": _loops("cupy", 55),
     "loops-cupy-async": _loops("cupy-async", 55),
+    "loops-rmm": _loops("rmm", 55),
     "mirrored": Row(mirrored, 90, host_gib=LARGE + 8),
     "untouched": Row(untouched, 60, host_gib=LARGE + 8),
     "exchange": Row(exchange, 80, host_gib=2 * LARGE + 8),
@@ -638,9 +695,9 @@ ROWS = {
 }
 #: Parts that fit into ten minutes each.
 GROUPS = {
-    "frameworks": (*PROGRAMS, "kept", "jax-peak", "jax-small", "driver-large"),
+    "frameworks": (*PROGRAMS, "taken", "kept", "jax-peak", "jax-small", "driver-large"),
     "large": ("mirrored", "untouched", "exchange", "exchange-mirrored"),
-    "rest": ("context", "loops-torch", "loops-expandable", "loops-async", "loops-cupy", "loops-cupy-async"),
+    "rest": ("context", *(name for name in ROWS if name.startswith("loops-"))),
 }
 
 

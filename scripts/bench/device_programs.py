@@ -12,13 +12,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Program:
-    """A framework's program: its source, the environment and the modules that it needs, and its loop of allocations."""
+    """A framework's program: its source, the environment and the modules that it needs, and its loop of allocations.
+
+    ``preallocates``: it takes a part of the GPU as it begins, and its memory from that.
+    """
 
     title: str
     code: str
     modules: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     loop: str = ""
+    preallocates: bool = False
 
 
 _SIZES = """
@@ -140,6 +144,15 @@ loop(0); cupy.cuda.Device().synchronize(); began = time.perf_counter()
 for seed in range(1, 11): loop(seed)
 cupy.cuda.Device().synchronize(); print(time.perf_counter() - began)
 """
+_RMM_POOL = """
+import rmm
+from rmm.allocators.cupy import rmm_cupy_allocator
+if not isinstance(rmm.mr.get_current_device_resource(), rmm.mr.PoolMemoryResource):
+    rmm.reinitialize(pool_allocator=True, initial_pool_size={bytes})
+class pool:
+    malloc = staticmethod(rmm_cupy_allocator)
+    free_all_blocks = staticmethod(lambda: None)
+"""
 _POOL, _ASYNC_POOL = "cupy.get_default_memory_pool()", "cupy.cuda.MemoryAsyncPool()"
 _NUMBA = (
     _SIZES
@@ -195,7 +208,8 @@ PROGRAMS = {
         TORCH_LOOP,
     ),
     "jax": Program("JAX, memory as needed", _JAX, ("jax",), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
-    "jax-preallocated": Program("JAX as it comes", _JAX, ("jax",)),  # three quarters of the GPU
+    # Three quarters of the GPU.
+    "jax-preallocated": Program("JAX as it comes", _JAX, ("jax",), preallocates=True),
     "cupy": Program(
         "CuPy, its pool", _CUPY.replace("{pool}", _POOL), ("cupy",), loop=_CUPY_LOOP.replace("{pool}", _POOL)
     ),
@@ -206,4 +220,11 @@ PROGRAMS = {
         loop=_CUPY_LOOP.replace("{pool}", _ASYNC_POOL),
     ),
     "numba": Program("Numba, arrays", _NUMBA, ("numba", "numba.cuda")),
+    "rmm": Program(  # half of the GPU; of the loop, which two kernels run at the same time, what it needs
+        "RMM, its pool, by CuPy",
+        _CUPY.replace("pool = {pool}", _RMM_POOL.replace("{bytes}", "None")),
+        ("rmm", "cupy"),
+        loop=_CUPY_LOOP.replace("pool = {pool}", _RMM_POOL.replace("{bytes}", "1 << 30")),
+        preallocates=True,
+    ),
 }

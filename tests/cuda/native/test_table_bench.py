@@ -108,6 +108,17 @@ async def test_the_row_of_loops(bench, monkeypatch):
     ]
 
 
+async def test_a_suspend_that_is_seen_from_outside(bench, monkeypatch):
+    table, run = bench
+    at_once = "import sys, time\nprint('there', flush=True)\nfor _ in sys.stdin: print(time.time(), flush=True)"
+    monkeypatch.setattr(table, "TAKER", at_once)
+    run.medians["bus out"] = 0.01
+    inside, outside = await table.taken(run, "taken")
+    assert inside.most == outside.most == pytest.approx(16 * 0.01 + 0.10)
+    assert len(inside.values) == len(outside.values) == 2
+    assert 0 < min(outside.values) < min(inside.values), "this one waits for nothing"
+
+
 async def test_the_rows_of_what_is_mirrored(bench):
     table, run = bench
     figures = await table.mirrored(run, "mirrored")

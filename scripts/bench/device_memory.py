@@ -460,7 +460,7 @@ async def framework(bench: Bench, name: str) -> list[Figure]:
 
 
 async def taken(bench: Bench, name: str) -> list[Figure]:
-    """What "tensors off" says, seen from outside: a process that needs the kernel's bytes has them."""
+    """Measure "tensors off" from outside as well: until a process that needs the kernel's bytes has them."""
     figures: dict[str, list[float]] = {"tensors off": [], "another process has their memory": []}
     async with bench.kernel(name, PROGRAMS["torch"]) as kernel:
         await kernel.run(f"begin(); fill({EACH << 10})", timeout=DEADLINE)

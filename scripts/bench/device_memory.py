@@ -473,9 +473,9 @@ async def taken(bench: Bench, name: str) -> list[Figure]:
                 raise RuntimeError("the process that takes the memory ended")
             for _ in range(bench.rounds):
                 await asyncio.sleep(1)
+                began = time.time()
                 taker.stdin.write("take\n")
                 taker.stdin.flush()
-                began = time.time()
                 figures["tensors off"].append((await out(kernel))["tensors off"])
                 has = float(await asyncio.to_thread(taker.stdout.readline))
                 figures["another process has their memory"].append(has - began)

@@ -361,8 +361,8 @@ def _without_automatic_gc() -> Iterator[None]:
     `Agent.quiesce` decides what is collected.
     """
     enabled = gc.isenabled()
-    gc.disable()
-    try:
+    try:  # an interrupt at any moment leaves it as it was
+        gc.disable()
         yield
     finally:
         if enabled:

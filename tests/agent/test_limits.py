@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from harness import CellFailed, until
 from kernel_limits import FILES, LIMITS, NAMES, ordinary_users
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.agent import messages, server_channel
 from jupyter_gpu_ckpt.errors import LimitReached
 
@@ -45,11 +46,8 @@ async def leaves(kernel, limit: str, free: int) -> None:
 
 def history_files(kernel) -> list[str]:
     """Return the names of the history's files that the kernel has open."""
-    found = []
-    for each in Path(f"/proc/{kernel.lifecycle.capsule.host_pid}/fd").iterdir():
-        with suppress(OSError):  # it has closed it
-            found.append(os.path.basename(os.readlink(each)))
-    return sorted(name for name in found if name.startswith("history.sqlite"))
+    names = (os.path.basename(target) for _, target in procfs.links(kernel.lifecycle.capsule.host_pid))
+    return sorted(name for name in names if name.startswith("history.sqlite"))
 
 
 async def sleeps_and_wakes(kernel) -> None:

@@ -378,7 +378,8 @@ static struct scanned scanned_of(const struct part *part)
     return (struct scanned){part->device, part->bytes / SCAN_BYTES * SCAN_BYTES};
 }
 
-/* Have the device look through what is listed in the scratch ring; what it finds is behind the list.  NULL: it does not. */
+/* Have the device look through what is listed in the scratch ring; what it finds is behind the list.  NULL: it does
+ * not. */
 static const unsigned *scan(const struct work *work, size_t count, CUresult *result)
 {
     struct scanned *list = (struct scanned *)work->scratch->memory;

@@ -43,7 +43,8 @@ void copies_end_staging(void);
 
 /* Write the moments of the last transfer that are after one of CLOCK_MONOTONIC, in seconds from that on, as members of
  * an object of JSON, of several contexts those of the last: ``prepared`` (the transfer begins), ``first_examined``
- * (parts may be copied), ``opened`` (threads for that may begin), ``examined``, ``copied``, ``checked`` (if it was), ``closed``. */
+ * (parts may be copied), ``opened`` (threads for that may begin), ``examined``, ``copied``, ``checked`` (if it was),
+ * ``closed``. */
 void copies_report(double began, char *text, size_t size);
 
 /* Note that host memory has a copy of everything: the next transfer may have nothing to copy. */

@@ -219,6 +219,24 @@ def test_mounts_with_blanks_in_their_names_and_what_they_came_by():
     assert {"/", "/proc"} <= {mount.point for mount in procfs.mounts()}
 
 
+def test_a_socket_that_one_reading_of_the_table_passes_over_is_in_the_other(monkeypatch):
+    """As Linux does while others are closed beside it."""
+    first, second, readings = socket.socketpair(), socket.socketpair(), []
+    inodes = [str(os.fstat(each.fileno()).st_ino) for each in (*first, *second)]
+    real = procfs.sockets
+
+    def without_some(table, pid="self"):
+        readings.append(inodes[: 2 + len(readings) % 2])
+        return [row for row in real(table, pid) if row[6] not in readings[-1]]
+
+    with contextlib.closing(first[0]), contextlib.closing(first[1]), second[0], second[1]:
+        monkeypatch.setattr(procfs, "sockets", without_some)
+        rows = [row[6] for row in procfs.all_sockets("unix")]
+        assert len(readings) == 2
+        assert [inode in rows for inode in inodes] == [False, False, True, True]
+        assert len({*rows}) == len(rows)
+
+
 def test_tables_of_sockets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unix:

@@ -13,6 +13,7 @@ import socket
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,13 +86,27 @@ def _disconnect(attempt: Attempt) -> None:
         return
     kernel.gate.close()
     kernel.disconnected = True
-    deadline = time.monotonic() + kernel.settings.connect
-    # Each endpoint must lose one, the gate's.  Others may stay: a kernel can be connected to itself, and CRIU names a
-    # stranger's.
-    while any(count >= before[path] for path, count in gate_connections(kernel).items()):
-        if time.monotonic() > deadline:
-            raise errors.GateError("The kernel does not close its connections to the gate.")
+    counts, deadline = Counter(before.values()), time.monotonic() + kernel.settings.connect
+    # Each endpoint must lose one, the gate's.  Others may stay: ipykernel's debugger is connected to the shell; CRIU
+    # names a stranger's.
+    while True:
+        late = time.monotonic() > deadline  # from before the count, which may be what took long
+        now = Counter(gate_connections(kernel, before).values())
+        left = {path: count for path, count in now.items() if count >= counts[path]}
+        if not left:
+            return
+        if late:
+            raise errors.GateError(f"The kernel does not close its connections to the gate: {_shown(kernel, left)}.")
         time.sleep(0.0005)
+
+
+def _shown(kernel: KernelState, left: Mapping[str, int]) -> str:
+    """Return the connections that are left, and threads of the kernel that are stopped, for a report of the error."""
+    pid, parts = kernel.require_capsule().host_pid, [f"{count} at {Path(path).name}" for path, count in left.items()]
+    with contextlib.suppress(*procfs.GONE):
+        threads = [procfs.stat(pid, tid) for tid in procfs.threads(pid)]
+        parts += [f"thread {each.name} is {each.state}" for each in threads if each.state not in "RS"]
+    return ", ".join(parts)
 
 
 def _note_inherited_files(kernel: KernelState) -> None:
@@ -142,11 +157,6 @@ def dump(attempt: Attempt) -> None:
             if tries == _TRIES:
                 raise
             tries += 1
-        except errors.DumpInterrupted as error:  # it runs on unchanged
-            if tries == _TRIES_INTERRUPTED:
-                raise
-            _log.warning("Kernel %s: %s The dump is tried again", kernel.home.kernel_id, error.message)
-            tries += 1
         except errors.UnprovenState as error:
             if tries == _TRIES_INTERRUPTED or not error.details.get("passes"):
                 raise
@@ -160,6 +170,12 @@ def dump(attempt: Attempt) -> None:
             kernel.cancellation.wait(pause * jitter, Reason.DETACH)
             kernel.cancellation.check()
             pause = min(2 * pause, 3.0)
+        except errors.CriuError as error:  # it runs on unchanged
+            passes = isinstance(error, errors.DumpInterrupted) or error.details.get("passes")
+            if tries == _TRIES_INTERRUPTED or not passes:
+                raise
+            _log.warning("Kernel %s: %s The dump is tried again", kernel.home.kernel_id, error.message)
+            tries += 1
 
 
 def _suspend_warm(kernel: KernelState) -> bool:

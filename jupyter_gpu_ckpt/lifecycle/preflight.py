@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import signal
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -473,17 +472,19 @@ def _sigpipe_ends(pid: int) -> bool:
         return False
 
 
-def open_connections(pid: int, prefixes: tuple[str, ...]) -> Counter[str]:
-    """Count the unix connections that ``pid`` has open itself, by path, of sockets that begin with one of ``prefixes``.
+def open_connections(pid: int, prefixes: tuple[str, ...], known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the unix connections that ``pid`` has open itself, of sockets whose paths begin with one of ``prefixes``.
 
+    The path by the inode.  ``known``: connections that were open before, which need not be in the table to be found.
     From ``/proc/PID/net/unix``, whose sixth column is 03 for a connected socket.  A forked child inherits them and
     keeps its copies, which do not matter once both ends are closed.  Empty when the process has ended.
     """
-    rows = [row for row in procfs.sockets("unix", pid) if len(row) > 7 and row[5] == "03"]
+    rows = [row for row in procfs.all_sockets("unix", pid) if len(row) > 7 and row[5] == "03"]
+    found = {**(known or {}), **{row[6]: row[7] for row in rows if row[7].startswith(prefixes)}}
     with contextlib.suppress(OSError):
         own = {target for _, target in procfs.links(pid)}
-        return Counter(row[7] for row in rows if row[7].startswith(prefixes) and f"socket:[{row[6]}]" in own)
-    return Counter()
+        return {inode: path for inode, path in found.items() if f"socket:[{inode}]" in own}
+    return {}
 
 
 def require(findings: Iterable[PreflightFinding]) -> None:

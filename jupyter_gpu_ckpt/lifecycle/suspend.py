@@ -7,7 +7,6 @@ import copy
 import functools
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -235,18 +234,18 @@ def _space_for_image(kernel: KernelState) -> int:
     return min(store.free(), memory, store.vault.free() + _allocated(kernel))
 
 
-def gate_connections(kernel: KernelState) -> Counter[str]:
-    """Count the connections at each of the kernel's own sockets, by path."""
-    return preflight.open_connections(kernel.require_capsule().host_pid, kernel.home.own_sockets)
+def gate_connections(kernel: KernelState, known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the connections at the kernel's own sockets, as `preflight.open_connections`."""
+    return preflight.open_connections(kernel.require_capsule().host_pid, kernel.home.own_sockets, known)
 
 
-def without_sockets(kernel: KernelState, connections: Mapping[str, int]) -> errors.RuntimeDirectory | None:
-    """Return why the kernel could not be reached once its ``connections`` are closed; None if it can.
+def without_sockets(kernel: KernelState, connections: Mapping[str, str]) -> errors.RuntimeDirectory | None:
+    """Return why the kernel could not be reached once its `gate_connections` are closed; None if it can.
 
     CRIU saves a socket whose file was removed as one without a name.
     """
     directory = kernel.home.runtime_dir
-    if all((directory / Path(path).name).exists() for path in connections):
+    if all((directory / Path(path).name).exists() for path in {*connections.values()}):
         return None
     message = f"The sockets of the kernel were removed from {directory}: it could not be reached after a restore."
     hint = "Save what you need from it to a file; a restart of the kernel makes the directory anew."

@@ -22,7 +22,7 @@ import pytest
 from gate_double import GateDouble
 from waiting import until
 
-from jupyter_gpu_ckpt.errors import DumpInterrupted, GpuCkptError, PipesExhausted
+from jupyter_gpu_ckpt.errors import CriuError, DumpInterrupted, GpuCkptError, PipesExhausted
 from jupyter_gpu_ckpt.kernel.engine import shared_engine
 from jupyter_gpu_ckpt.lifecycle.context import Home
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
@@ -133,6 +133,20 @@ def test_a_dump_that_a_signal_interrupts_is_tried_again(criu_binary, tmp_path, f
         assert caught.value.left == "the kernel runs on"
         assert "timer" in caught.value.hint
         assert one.state is State.RUNNING
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_dump_that_may_succeed_the_next_time_is_tried_again(criu_binary, tmp_path, passes):
+    missing = CriuError("CRIU could not dump the kernel: unix: Unix socket 7 not found.", passes=passes)
+    with kernels(tmp_path, 1) as (one,):
+        one.engine.criu = Counted(one.engine.criu, 1, missing)
+        if passes:
+            one.checkpoint()
+            assert one.state is State.CHECKPOINTED
+            return
+        with pytest.raises(CriuError, match="socket 7 not found") as caught:
+            one.checkpoint()
+        assert (one.state, caught.value.left) == (State.RUNNING, "the kernel runs on")
 
 
 def test_its_end_does_not_wait_for_pipes(criu_binary, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fnmatch
 import os
 import sqlite3
@@ -11,7 +12,8 @@ import time
 import pytest
 from harness import alive, notebook, until
 
-from jupyter_gpu_ckpt.errors import StateError
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.errors import GateError, StateError
 from jupyter_gpu_ckpt.image import verify
 from jupyter_gpu_ckpt.image.draft import Draft
 from jupyter_gpu_ckpt.image.layout import PAGES_FILES
@@ -293,3 +295,50 @@ async def test_an_owner_that_adopts_a_kernel_changes_nothing_that_it_sees(kernel
     before = await kernel.run(mounts)
     assert resume.repair(kernel.lifecycle.kernel, kernel.lifecycle.capsule) is plans.State.RUNNING
     assert await kernel.run(mounts) == before
+
+
+async def test_a_kernel_that_does_not_let_go_of_the_gate_runs_on_and_the_error_says_where(kernel):
+    """A connection that another descriptor keeps open stands for a fault of libzmq."""
+    await kernel.run(
+        """
+import os
+rows = [line.split() for line in open("/proc/net/unix")]
+sockets = [f"socket:[{row[6]}]" for row in rows if row[5] == "03" and row[-1].endswith("-3")]
+kept = [os.dup(fd) for fd in map(int, os.listdir("/proc/self/fd"))
+        if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}") in sockets]
+"""
+    )
+    state = kernel.lifecycle.kernel
+
+    def give_less_time(event) -> None:
+        state.settings = dataclasses.replace(state.settings, connect=0.2 if event.step == "disconnect" else 60.0)
+
+    kernel.provisioner.faults.append(give_less_time)
+    with pytest.raises(GateError, match=r"to the gate: 1 at kernel-3\.") as caught:
+        await kernel.provisioner.checkpoint()
+    assert (kernel.state, caught.value.left) == ("running", "the kernel runs on")
+    await kernel.run("for fd in kept: os.close(fd)")
+    kernel.provisioner.faults.clear()
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(bool(kept))") == "True"
+
+
+@pytest.mark.parametrize("reading", range(1, 7))
+async def test_a_connection_that_the_table_of_sockets_passed_over_keeps_no_kernel_awake(kernel, monkeypatch, reading):
+    """The debugger of ipykernel is connected to its shell: of two connections the gate's goes, and one stays."""
+    real, readings = procfs.sockets, []
+
+    def without_one(table, pid="self"):
+        """Return the rows; in one reading, without one of the connections at the kernel's shell."""
+        rows = real(table, pid)
+        if table == "unix":
+            readings.append(pid)
+            shell = [row for row in rows if row[5] == "03" and row[-1].endswith("kernel-1")]
+            return [row for row in rows if row not in shell[: len(readings) == reading]]
+        return rows
+
+    monkeypatch.setattr(procfs, "sockets", without_one)
+    await kernel.run("x = 1")
+    await kernel.provisioner.checkpoint()
+    assert len(readings) >= reading
+    assert await kernel.run("print(x)") == "1"

@@ -220,7 +220,7 @@ def test_mounts_with_blanks_in_their_names_and_what_they_came_by():
 
 
 def test_a_socket_that_one_reading_of_the_table_passes_over_is_in_the_other(monkeypatch):
-    """As Linux does while others are closed beside it."""
+    """A closing of others beside it does that to one reading."""
     first, second, readings = socket.socketpair(), socket.socketpair(), []
     inodes = [str(os.fstat(each.fileno()).st_ino) for each in (*first, *second)]
     real = procfs.sockets

@@ -2,7 +2,8 @@
 
 ``python sharing_program.py '{"directory": ..., "base": ..., "library": ..., "doubles": ..., "gpus": {...}, ...}'``.
 The driver is a double; how much each kernel has of the GPUs is in a file, which the drivers of all servers read.  The
-kernel begins off the GPU.  Then each line of stdin is a cell, ``name seconds``; lines of stdout are ``ready``,
+kernel begins off the GPU.  Then each line of stdin is a cell, ``name seconds`` (with ``stop`` the server stops as soon
+as its kernel's memory is to come); lines of stdout are ``ready``,
 ``said name text`` for what a cell says that waits, and ``ended name intact``.  ``PYTHONPATH`` has the directories of
 tests.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -24,6 +27,8 @@ from library_accounting import Accounting
 from sharing_kernels import CELL, MIB, RULES
 
 from jupyter_gpu_ckpt.cuda import fastpath
+from jupyter_gpu_ckpt.cuda.cuda import OUT_OF_MEMORY
+from jupyter_gpu_ckpt.cuda.held_memory import HeldMemory
 from jupyter_gpu_ckpt.kernel import engine
 from jupyter_gpu_ckpt.lifecycle import context, resume
 from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus
@@ -66,21 +71,37 @@ class SharedDriver(FakeDriver):
             draft.write_text(json.dumps(memory))
             draft.rename(self._directory / self._file)
 
+    def allocate(self, pid: int) -> bool:
+        """Have a kernel's memory on its GPU again, if that has room for it: no two servers are told so at once."""
+        with open(self._directory / "allocating", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            process = self.processes[pid]
+            if any(self.free(gpu) < process.moved for gpu in process.there):
+                return False
+            process.moved = 0  # from the first byte on: the library continues although its server is stopped
+            self.publish()
+            return True
+
 
 class Published(Accounting):
-    """A fast path whose moves other servers see."""
+    """A fast path whose moves other servers see, to a GPU that refuses memory which it does not have."""
 
     def swap_out(self, **how: Any) -> int:
         moved = super().swap_out(**how)
         self._cuda.driver.publish()  # type: ignore[attr-defined]
         return moved
 
-    def swap_in(self, **how: Any) -> None:
-        driver = self._cuda.driver  # type: ignore[attr-defined]
-        if (process := driver.processes.get(self._pid)) is not None:
-            process.moved = 0  # from the first byte on: the library continues although its server is stopped
-            driver.publish()
-        super().swap_in(**how)
+    #: Whether the next kernel that has its place on the GPU, but not its memory, is to stop its server.
+    stops = False
+
+    def _request_swap_in(self, verb: str, timeout_s: float, held: HeldMemory | None = None) -> None:
+        driver: SharedDriver = self._cuda.driver  # type: ignore[attr-defined]
+        if Published.stops:
+            Published.stops = False
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread goes no further either
+        if not driver.allocate(self._pid):
+            raise fastpath._Refused("no memory", OUT_OF_MEMORY)
+        super()._request_swap_in(verb, timeout_s, held)
 
 
 def say(*words: object) -> None:
@@ -131,6 +152,9 @@ async def main() -> None:
         cells = []
         while line := await asyncio.to_thread(sys.stdin.readline):
             name, seconds = line.split()
+            if name == "stop":
+                Published.stops = True
+                continue
             cells.append(asyncio.create_task(run(kernel, name, float(seconds))))
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*cells)

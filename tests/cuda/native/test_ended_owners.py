@@ -163,3 +163,17 @@ def test_nobody_waits_for_a_server_that_is_killed_or_stopped_in_a_hand_over(serv
         assert {output for output, _ in server.ended.values()} == {"True"}, "its memory is as it was"
     print(f"FIGURE {case}: {victim} {how}, the last of the others ended or said why not after {answered:.2f} s")
     assert answered <= ANSWERED_S
+
+
+def test_one_that_was_stopped_before_its_memory_came_waits_again(servers, tmp_path):
+    """Nobody waits for it, and it continues when there is no room any more, of which only the GPU knows by then."""
+    servers["comes"].cell("stop", 0)
+    servers["comes"].cell("long", 0.3)
+    stopped = servers["comes"].process.pid
+    until(lambda: os.waitid(os.P_PID, stopped, os.WSTOPPED | os.WNOWAIT | os.WNOHANG), "it stops", timeout=60)
+    servers["bystander"].cell("long", 2)
+    until(lambda: occupied(tmp_path / "memory")[A] > TOTAL / 2, "another one comes", timeout=60)
+    os.kill(stopped, signal.SIGCONT)
+    for name in ("bystander", "comes"):
+        until(lambda name=name: "long" in servers[name].ended, "its cell ends", timeout=90)
+        assert servers[name].ended["long"][0] == "True", "its memory is as it was"

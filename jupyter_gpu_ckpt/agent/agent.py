@@ -155,18 +155,24 @@ class Agent:
     def _handler(self, verb: str, act: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., Any]:
         # Awaited by ipykernel 6 and 7; `stream` is a ZMQStream there and a socket pair to the shell thread here.
         async def handler(stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+            with contextlib.ExitStack() as until_sent:
+                stream.send_multipart(answer(until_sent, ident, parent))
+            while self._after_reply:
+                self._after_reply.pop()()
+
+        def answer(until_sent: contextlib.ExitStack, ident: Any, parent: dict[str, Any]) -> list[Any]:
             def reply(content: dict[str, Any]) -> list[Any]:
                 return messages.frames(self._kernel.session, f"gpu_ckpt_{verb}_reply", content, parent, ident)
 
             try:
                 if threading.current_thread() is not threading.main_thread():
                     raise RuntimeError("send this request to the main shell, not to a subshell")
-                with _without_automatic_gc():
-                    frames = reply({"status": "ok", "report": act(parent["content"])})
+                until_sent.enter_context(_without_automatic_gc())
+                return reply({"status": "ok", "report": act(parent["content"])})
             except BaseException as error:  # also KeyboardInterrupt: the caller waits for a reply
                 if verb == "quiesce":  # and got no report of what was done
                     self._undo_quiesce([])
-                frames = reply(
+                return reply(
                     {
                         "status": "error",
                         "ename": type(error).__name__,
@@ -175,9 +181,6 @@ class Agent:
                         "lacking": limits.shortage(error),
                     }
                 )
-            stream.send_multipart(frames)
-            while self._after_reply:
-                self._after_reply.pop()()
 
         return handler
 
@@ -354,19 +357,35 @@ def unload_ipython_extension(ip: Any) -> None:
         delattr(ip, NAME)
 
 
+#: Whether a request keeps the automatic collections off which the program has.
+_kept_off = threading.Event()
+
+
 @contextlib.contextmanager
 def _without_automatic_gc() -> Iterator[None]:
     """Answer a request without a collection by Python itself, for which 0.2 s pass where a framework was imported.
 
-    `Agent.quiesce` decides what is collected.
+    One that is due begins once the reply has gone.  `Agent.quiesce` decides what is collected.
     """
     enabled = gc.isenabled()
     try:  # an interrupt at any moment leaves it as it was
+        if enabled:
+            _kept_off.set()
         gc.disable()
         yield
     finally:
         if enabled:
             gc.enable()
+        _kept_off.clear()
+
+
+def _collect_in_child() -> None:
+    """Called in a child that another thread forks during a request: nobody else would turn collections on there."""
+    if _kept_off.is_set():
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_collect_in_child)
 
 
 def attach() -> None:

@@ -175,6 +175,35 @@ def test_python_collects_nothing_by_itself_during_a_request(start: Callable[...,
     assert kernel.run("print(gc.isenabled())") == "False", "a program that does without it still does"
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["collects", "does without"])
+def test_a_child_of_another_thread_collects_as_the_program_does(start: Callable[..., Any], own: bool) -> None:
+    """A fork during a request, whose end the child never sees."""
+    kernel = start()
+    kernel.run(
+        f"""
+import gc, os
+def fork():
+    if not (pid := os.fork()):
+        os._exit(gc.isenabled())
+    seen.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+seen = []
+gc.enable() if {own} else gc.disable()
+get_ipython()._jupyter_gpu_ckpt_agent.on_quiesce.append(fork)
+"""
+    )
+    kernel.report("quiesce", {"trim": True, "files": False})
+    assert kernel.run("print(seen, gc.isenabled())") == f"[{own:d}] {own}"
+
+
+def test_an_interrupt_during_a_request_leaves_collections_on(start: Callable[..., Any]) -> None:
+    kernel = start()
+    kernel.run("import gc\ndef stop():\n    seen.append(gc.isenabled())\n    raise KeyboardInterrupt\nseen = []")
+    kernel.run("get_ipython()._jupyter_gpu_ckpt_agent.on_quiesce.append(stop)")
+    reply = kernel.ask("gpu_ckpt_quiesce_request", {"trim": True, "files": False})
+    assert (reply["status"], reply["ename"]) == ("error", "KeyboardInterrupt")
+    assert kernel.run("print(seen, gc.isenabled())") == "[False] True"
+
+
 def test_a_save_does_not_look_for_old_garbage_where_cuda_is_not_initialised(start: Callable[..., Any]) -> None:
     """Though a library is loaded that could use a GPU: an imported framework makes it long to look."""
     kernel = start()

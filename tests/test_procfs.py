@@ -231,7 +231,7 @@ def test_a_socket_that_one_reading_of_the_table_passes_over_is_in_the_other(monk
 
     with contextlib.closing(first[0]), contextlib.closing(first[1]), second[0], second[1]:
         monkeypatch.setattr(procfs, "sockets", without_some)
-        rows = [row[6] for row in procfs.all_sockets("unix")]
+        rows = [row[6] for row in procfs.unix_sockets()]
         assert len(readings) == 2
         assert [inode in rows for inode in inodes] == [False, False, True, True]
         assert len({*rows}) == len(rows)

@@ -461,7 +461,7 @@ class FastPath:
         on the GPU until the swap in.  *After failure* the kernel may be unlocked, and allocations swapped out:
         `swap_in` repairs that, if the GPU has the memory.
         """
-        pid, began = self._pid, time.monotonic()
+        pid = self._pid
         try:
             amounts, directory = self._prepare(choose_directory)
         except ProtocolVersion:
@@ -471,7 +471,6 @@ class FastPath:
             return 0
         if not amounts.allocations or amounts.swapped_out:
             return amounts.swapped_out
-        self.parts["freeze"] = time.monotonic() - began
         timeout_s = _copy_timeout(amounts, directory, timeout_s)
         may_run = True  # else a thread could use freed memory: only the driver's lock prevents that
         try:
@@ -522,7 +521,9 @@ class FastPath:
         except (CapsuleError, OSError) as error:  # then the library uses anonymous memory, which CRIU dumps
             if directory is not None:
                 raise CapsuleError("The kernel cannot be given a directory for its device memory.") from error
+        began = time.monotonic()
         self._capsule.freeze_threads(FREEZE_SECONDS, child=self._child)
+        self.parts["freeze"] = time.monotonic() - began
         return amounts, directory
 
     def begin_mirror(self) -> Amounts:

@@ -172,8 +172,9 @@ def dump(attempt: Attempt) -> None:
             pause = min(2 * pause, 3.0)
         except errors.CriuError as error:  # it runs on unchanged
             passes = isinstance(error, errors.DumpInterrupted) or error.details.get("passes")
-            if tries == _TRIES_INTERRUPTED or not passes:
+            if tries == _TRIES_INTERRUPTED or not passes or "unrepaired" in error.details:
                 raise
+            kernel.cancellation.check()
             _log.warning("Kernel %s: %s The dump is tried again", kernel.home.kernel_id, error.message)
             tries += 1
 

@@ -479,7 +479,7 @@ def open_connections(pid: int, prefixes: tuple[str, ...], known: Mapping[str, st
     From ``/proc/PID/net/unix``, whose sixth column is 03 for a connected socket.  A forked child inherits them and
     keeps its copies, which do not matter once both ends are closed.  Empty when the process has ended.
     """
-    rows = [row for row in procfs.all_sockets("unix", pid) if len(row) > 7 and row[5] == "03"]
+    rows = [row for row in procfs.unix_sockets(pid) if len(row) > 7 and row[5] == "03"]
     found = {**(known or {}), **{row[6]: row[7] for row in rows if row[7].startswith(prefixes)}}
     with contextlib.suppress(OSError):
         own = {target for _, target in procfs.links(pid)}

@@ -326,7 +326,7 @@ def _listeners(by_inode: Mapping[str, Descriptor]) -> list[Descriptor]:
 
 
 def _table() -> list[list[str]]:
-    return [row for kind in ("tcp", "tcp6") for row in procfs.all_sockets(kind)]
+    return [row for kind in ("tcp", "tcp6") for row in procfs.sockets(kind)]
 
 
 def _save_end(descriptor: Descriptor, drained: Drained | None) -> Saved:

@@ -147,11 +147,11 @@ cupy.cuda.Device().synchronize(); print(time.perf_counter() - began)
 _RMM_POOL = """
 import rmm
 from rmm.allocators.cupy import rmm_cupy_allocator
-if not isinstance(rmm.mr.get_current_device_resource(), rmm.mr.PoolMemoryResource):
-    rmm.reinitialize(pool_allocator=True, initial_pool_size={bytes})
+def make(): rmm.reinitialize(pool_allocator=True, initial_pool_size={bytes})
+if not isinstance(rmm.mr.get_current_device_resource(), rmm.mr.PoolMemoryResource): make()
 class pool:
     malloc = staticmethod(rmm_cupy_allocator)
-    free_all_blocks = staticmethod(lambda: None)
+    free_all_blocks = staticmethod({release})  # a pool gives back nothing as long as it is there
 """
 _POOL, _ASYNC_POOL = "cupy.get_default_memory_pool()", "cupy.cuda.MemoryAsyncPool()"
 _NUMBA = (
@@ -220,11 +220,11 @@ PROGRAMS = {
         loop=_CUPY_LOOP.replace("{pool}", _ASYNC_POOL),
     ),
     "numba": Program("Numba, arrays", _NUMBA, ("numba", "numba.cuda")),
-    "rmm": Program(  # half of the GPU; of the loop, which two kernels run at the same time, what it needs
+    "rmm": Program(  # half of the GPU; of the loop, of which two kernels are there, a pool that grows
         "RMM, its pool, by CuPy",
-        _CUPY.replace("pool = {pool}", _RMM_POOL.replace("{bytes}", "None")),
+        _CUPY.replace("pool = {pool}", _RMM_POOL.replace("{bytes}", "None").replace("{release}", "lambda: None")),
         ("rmm", "cupy"),
-        loop=_CUPY_LOOP.replace("pool = {pool}", _RMM_POOL.replace("{bytes}", "1 << 30")),
+        loop=_CUPY_LOOP.replace("pool = {pool}", _RMM_POOL.replace("{bytes}", "1 << 28").replace("{release}", "make")),
         preallocates=True,
     ),
 }

@@ -326,19 +326,22 @@ kept = [os.dup(fd) for fd in map(int, os.listdir("/proc/self/fd"))
 @pytest.mark.parametrize("reading", range(1, 7))
 async def test_a_connection_that_the_table_of_sockets_passed_over_keeps_no_kernel_awake(kernel, monkeypatch, reading):
     """The debugger of ipykernel is connected to its shell: of two connections the gate's goes, and one stays."""
-    real, readings = procfs.sockets, []
+    real, readings, passed_over = procfs.sockets, [], []
+    path = f"{kernel.lifecycle.kernel.home.inner_dir}/kernel-1"
 
     def without_one(table, pid="self"):
         """Return the rows; in one reading, without one of the connections at the kernel's shell."""
         rows = real(table, pid)
         if table == "unix":
             readings.append(pid)
-            shell = [row for row in rows if row[5] == "03" and row[-1].endswith("kernel-1")]
-            return [row for row in rows if row not in shell[: len(readings) == reading]]
+            shell = [row for row in rows if row[5] == "03" and row[-1] == path]
+            if len(readings) == reading:
+                passed_over.append(len(shell))
+                return [row for row in rows if row not in shell[:1]]
         return rows
 
     monkeypatch.setattr(procfs, "sockets", without_one)
     await kernel.run("x = 1")
     await kernel.provisioner.checkpoint()
-    assert len(readings) >= reading
+    assert passed_over and (reading > 4 or passed_over == [2]), "the gate's connection, and the debugger's"
     assert await kernel.run("print(x)") == "1"

@@ -661,7 +661,8 @@ static bool wait_for_copies(struct work *work)
     return atomic_load(&work->has_copies) || atomic_load(&failed) != CUDA_SUCCESS;
 }
 
-/* Threads begin first: they pin the ring while it gets its streams.  Later each would wait for page faults of others. */
+/* Threads begin first, and pin the ring while it gets its streams: a thread that begins later waits for page faults of
+ * those that pin.  Whether the driver makes a stream as fast beside them has not been measured. */
 static CUresult open_and_copy(struct work *work)
 {
     CUresult result = driver()->cuCtxSetCurrent(work->context);

@@ -72,7 +72,7 @@ class SharedDriver(FakeDriver):
             draft.rename(self._directory / self._file)
 
     def allocate(self, pid: int) -> bool:
-        """Have a kernel's memory on its GPU again, if that has room for it: no two servers are told so at once."""
+        """Have a kernel's memory on its GPU again, if that has room for it, for one server after the other."""
         with open(self._directory / "allocating", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             process = self.processes[pid]

@@ -166,7 +166,7 @@ def test_nobody_waits_for_a_server_that_is_killed_or_stopped_in_a_hand_over(serv
 
 
 def test_one_that_was_stopped_before_its_memory_came_waits_again(servers, tmp_path):
-    """Nobody waits for it, and it continues when there is no room any more, of which only the GPU knows by then."""
+    """A server for which nobody waits, and which continues when there is no room: only the GPU knows by then."""
     servers["comes"].cell("stop", 0)
     servers["comes"].cell("long", 0.3)
     stopped = servers["comes"].process.pid

@@ -398,13 +398,15 @@ class Exchange:
                     continue
                 before, stamp = stamp, self._stamp()
                 due = self._decisions.next_at is not None and now >= self._decisions.next_at
-                if poked or due or stamp != before or now - read_at >= READ_S:
+                reads = poked or due or stamp != before or now - read_at >= READ_S
+                if reads:
                     read_at = now
                     self._decide()
                 self._act()
                 if failure is not None:
                     raise failure
-                self._failing = False
+                if reads:  # else nothing says that the records can be read again
+                    self._failing = False
             except Exception as error:
                 if not self._failing:  # the first of consecutive failures
                     trace = None if isinstance(error, GpuCkptError | OSError) else error

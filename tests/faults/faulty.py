@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import waiting
 from family import FAMILY, STOPPED
-from harness import Notebook, alive, until
+from harness import Notebook, alive
 from jupyter_client.asynchronous import AsyncKernelClient
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
@@ -175,13 +176,21 @@ class Subject:
         finally:
             self.provisioner.sinks.remove(sink)
 
-    async def kill_when(self, pids: Callable[[], list[int]]) -> int:
-        """SIGKILL the first of ``pids`` as soon as there is one."""
-        await until(lambda: bool(pids()), 60)
-        pid = pids()[0]
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        return pid
+    async def kill_when(self, pids: Callable[[], list[int]], ready: Callable[[], bool] = lambda: True) -> int:
+        """SIGKILL the first of ``pids`` as soon as there is one and all is ``ready``."""
+        return await asyncio.to_thread(send_when, signal.SIGKILL, pids, ready)
+
+
+def send_when(number: int, pids: Callable[[], list[int]], ready: Callable[[], bool] = lambda: True) -> int:
+    """Send a signal to the first of ``pids`` as soon as there is one and all is ``ready``; return it.
+
+    On a thread, which a busy event loop does not keep from looking: what it waits for may last 0.1 s.
+    """
+    waiting.until(ready, longest=0.002)
+    pid = waiting.until(pids, longest=0.002)[0]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+    return pid
 
 
 def under_way(directory: Path, enough: int) -> bool:

@@ -30,8 +30,7 @@ async def test_criu_killed_in_the_middle_of_a_dump(heavy, enough):
         failing = asyncio.create_task(heavy.fails(heavy.provisioner.checkpoint, "CRIU_KILLED"))
         await dumping.wait()
         heavy.send()
-        await until(lambda: under_way(heavy.images, enough), 60)
-        await heavy.kill_when(heavy.criu)
+        await heavy.kill_when(heavy.criu, lambda: under_way(heavy.images, enough))
         error = await failing
     assert error.details["status"] == -signal.SIGKILL
     await heavy.runs_on(error)

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from faulty import under_way
+from faulty import send_when, under_way
 from harness import CellFailed, alive, until
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
@@ -327,14 +327,13 @@ async def test_restores_to_different_gpus_are_not_one(subject):
 
 
 @pytest.mark.parametrize("ending", ["shutdown", "restart"])
-async def test_a_shutdown_in_the_middle_of_a_restore_does_not_wait_for_it(subject, monkeypatch, ending):
+async def test_a_shutdown_in_the_middle_of_a_restore_does_not_wait_for_it(heavy, monkeypatch, ending):
     """CRIU hangs, as on a file system that does not answer; its deadline is a minute away."""
+    subject = heavy
     image = await subject.provisioner.checkpoint()
     created = Created(monkeypatch)
     subject.send()
-    await until(lambda: bool(created.criu()), 60)
-    (pid,) = created.criu()
-    os.kill(pid, signal.SIGSTOP)
+    pid = await asyncio.to_thread(send_when, signal.SIGSTOP, created.criu)
     inside = created._inside()
     manager = subject.kernel.manager
     await asyncio.wait_for(

@@ -329,23 +329,22 @@ async def test_restores_to_different_gpus_are_not_one(subject):
 @pytest.mark.parametrize("ending", ["shutdown", "restart"])
 async def test_a_shutdown_in_the_middle_of_a_restore_does_not_wait_for_it(heavy, monkeypatch, ending):
     """CRIU hangs, as on a file system that does not answer; its deadline is a minute away."""
-    subject = heavy
-    image = await subject.provisioner.checkpoint()
+    image = await heavy.provisioner.checkpoint()
     created = Created(monkeypatch)
-    subject.send()
+    heavy.send()
     pid = await asyncio.to_thread(send_when, signal.SIGSTOP, created.criu)
     inside = created._inside()
-    manager = subject.kernel.manager
+    manager = heavy.kernel.manager
     await asyncio.wait_for(
         manager.shutdown_kernel(now=True) if ending == "shutdown" else manager.restart_kernel(now=True), 20
     )
     assert alive([pid, *inside]) == []
-    assert (await subject.reply())["status"] == "error"
-    assert Store(subject.images).images() == []
+    assert (await heavy.reply())["status"] == "error"
+    assert Store(heavy.images).images() == []
     assert not image.path.exists()
     if ending == "restart":
-        await subject.kernel.client.wait_for_ready(timeout=60)
-        assert await subject.run("print('x' in globals())") == "False"
+        await heavy.kernel.client.wait_for_ready(timeout=60)
+        assert await heavy.run("print('x' in globals())") == "False"
 
 
 @pytest.mark.sweep

@@ -3,9 +3,8 @@
 ``python sharing_program.py '{"directory": ..., "base": ..., "library": ..., "doubles": ..., "gpus": {...}, ...}'``.
 The driver is a double; how much each kernel has of the GPUs is in a file, which the drivers of all servers read.  The
 kernel begins off the GPU.  Then each line of stdin is a cell, ``name seconds`` (with ``stop`` the server stops as soon
-as its kernel's memory is to come); lines of stdout are ``ready``,
-``said name text`` for what a cell says that waits, and ``ended name intact``.  ``PYTHONPATH`` has the directories of
-tests.
+as its kernel's memory is to come); lines of stdout are ``ready``, ``said name text`` for what a cell says that waits,
+and ``ended name intact``.  ``PYTHONPATH`` has the directories of tests.
 """
 
 from __future__ import annotations
@@ -86,13 +85,13 @@ class SharedDriver(FakeDriver):
 class Published(Accounting):
     """A fast path whose moves other servers see, to a GPU that refuses memory which it does not have."""
 
+    #: Whether the next kernel that has its place on the GPU, but not its memory, is to stop its server.
+    stops = False
+
     def swap_out(self, **how: Any) -> int:
         moved = super().swap_out(**how)
         self._cuda.driver.publish()  # type: ignore[attr-defined]
         return moved
-
-    #: Whether the next kernel that has its place on the GPU, but not its memory, is to stop its server.
-    stops = False
 
     def _request_swap_in(self, verb: str, timeout_s: float, held: HeldMemory | None = None) -> None:
         driver: SharedDriver = self._cuda.driver  # type: ignore[attr-defined]

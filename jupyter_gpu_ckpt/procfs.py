@@ -284,11 +284,24 @@ def threads(pid: int) -> list[int]:
 def children(pid: int) -> list[int]:
     """Return the children of all threads, zombies included; empty once the process is gone.  Never raises `GONE`."""
     found: list[int] = []
-    with contextlib.suppress(*GONE):
-        for tid in threads(pid):
-            with contextlib.suppress(*GONE):  # this thread has ended
-                found += map(int, read(f"/proc/{pid}/task/{tid}/children").split())
+    with contextlib.suppress(*GONE), _opened(f"/proc/{pid}/task", os.O_DIRECTORY) as tasks:
+        for tid in sorted(map(int, os.listdir(tasks))):
+            with contextlib.suppress(*GONE), _opened(f"{tid}/children", directory=tasks) as file:
+                text = b""
+                while part := os.read(file, 1 << 16):
+                    text += part
+                found += map(int, text.split())
     return found
+
+
+@contextlib.contextmanager
+def _opened(path: str, flags: int = 0, *, directory: int | None = None) -> Iterator[int]:
+    """Open for the body, in half the time of a file object: a process may have hundreds of threads."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=directory)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -203,7 +203,7 @@ class Agent:
         After failure: everything is as before.
         """
         errors: list[str] = []
-        trimmed, rehomed = 0, 0
+        trimmed = 0
         seconds, since = dict[str, float](), time.perf_counter()
 
         def measure(part: str) -> None:
@@ -212,7 +212,7 @@ class Agent:
 
         for callback in tuple(self.on_quiesce):
             probes.probe(errors, "on_quiesce", callback, None)
-        still_deleted: list[dict[str, Any]] | None = None
+        moved: mappings.Rehomed | None = None
         try:
             probes.probe(errors, "flush", self._flush, None)
             measure("flush")
@@ -228,14 +228,14 @@ class Agent:
                 limits.require_headroom(descriptors=0)
                 if not probes.probe(errors, "debugger", lambda: probes.debugger_in_use(self._kernel), True):
                     probes.probe(errors, "debugger", lambda: debugging.close(self._kernel), None)
-                rehomed, still_deleted = probes.probe(errors, "rehome", mappings.rehome, (0, None))
+                moved = probes.probe(errors, "rehome", mappings.rehome, None)
                 if not self._watches_cells:
                     self._shell.events.register("pre_execute", self._on_cell)
                     self._watches_cells = True
                 self._history.close()
                 self._iopub.unbind()
                 measure("files")
-            report = probes.report(self._kernel, self._iopub.port, errors)
+            report = probes.report(self._kernel, self._iopub.port, errors, moved.mapped if moved else None)
             if content.get("summary"):
                 report["summary"] = probes.probe(errors, "summary", lambda: summary.summary(self._shell), {})
             report["tracked"] = probes.probe(errors, "trackers", self._trackers.living, [])
@@ -244,9 +244,9 @@ class Agent:
         except BaseException:  # also KeyboardInterrupt: SIGINT reaches handlers as it reaches cells
             self._undo_quiesce(errors)
             raise
-        report.update(trimmed_bytes=trimmed, rehomed=rehomed, seconds=seconds)
-        if still_deleted is not None:
-            report["deleted_mappings"] = still_deleted  # with the reasons
+        report.update(trimmed_bytes=trimmed, seconds=seconds)
+        if moved is not None:
+            report.update(rehomed=moved.done, deleted_mappings=moved.still_deleted)  # with the reasons
         return report
 
     def thaw(self, content: dict[str, Any]) -> dict[str, Any]:

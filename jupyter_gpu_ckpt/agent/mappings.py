@@ -43,8 +43,10 @@ from typing import Any, NamedTuple
 COPY_LIMIT = 256 << 20
 
 _ATTEMPTS = 3
+_DELETED, _LINE_BREAK = " (deleted)", "\\012"  # as Linux writes them
+_SHARED_MEMORY = "/dev/shm/"  # noqa: S108
 _WRITTEN = "written to while it was copied"
-_SEMAPHORE = "/dev/shm/sem."  # noqa: S108 - where glibc keeps named semaphores
+_SEMAPHORE = f"{_SHARED_MEMORY}sem."  # where glibc keeps named semaphores
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -77,25 +79,30 @@ class Mapping(NamedTuple):
         return overlap and self.file == other.file
 
 
-def read(pid: str = "self") -> list[Mapping]:
-    """Return all file mappings of a process."""
+def read(pid: str = "self", *, all: bool = True) -> list[Mapping]:
+    """Return the file mappings of a process; not ``all``: those of deleted files and of shared memory.
+
+    The driver alone maps hundreds of others.
+    """
     found = []
     # Names of files may have other ends of lines in them.
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         for line in lines:
+            if not all and not any(part in line for part in (_DELETED, _SHARED_MEMORY, _LINE_BREAK)):
+                continue
             fields = line.rstrip("\n").split(None, 5)
             if len(fields) < 6 or fields[4] == "0":
                 continue
             start, end = (int(word, 16) for word in fields[0].split("-"))
-            path, suffix = fields[5], " (deleted)"
-            if "\\012" in path:  # a line break in it, or these characters
-                path = path.replace("\\012", "\n")
+            path = fields[5]
+            if _LINE_BREAK in path:  # one, or these characters
+                path = path.replace(_LINE_BREAK, "\n")
                 with contextlib.suppress(OSError):  # unmapped meanwhile
                     path = os.readlink(f"/proc/{pid}/map_files/{start:x}-{end:x}")
             # An existing file may have such a name, too.
-            deleted = path.endswith(suffix) and not _is_there(path, int(fields[4]))
+            deleted = path.endswith(_DELETED) and not _is_there(path, int(fields[4]))
             if deleted:
-                path = path[: -len(suffix)]
+                path = path.removesuffix(_DELETED)
             found.append(Mapping(start, end, fields[1], int(fields[2], 16), (fields[3], int(fields[4])), path, deleted))
     return found
 
@@ -112,13 +119,19 @@ def deleted(mappings: list[Mapping]) -> list[Mapping]:
     return [mapping for mapping in mappings if mapping.deleted and not mapping.path.startswith(_NOT_FILES)]
 
 
-def rehome() -> tuple[int, list[dict[str, Any]]]:
-    """Re-home every shared mapping of a deleted file that may be moved.
+class Rehomed(NamedTuple):
+    """The number of mappings re-homed; those that there are since, not ``all`` of `read`; and `still_deleted`."""
 
-    Return how many were re-homed, and the deleted files that are still mapped: ``path``, ``kind`` (shared, private),
-    ``size`` in bytes and the ``reason`` why they stay.
-    """
-    everything = read()
+    done: int
+    mapped: list[Mapping]
+    still_deleted: list[dict[str, Any]]
+
+
+def rehome() -> Rehomed:
+    """Re-home every shared mapping of a deleted file that may be moved; see `still_deleted` for the others."""
+    everything = read(all=False)
+    if any(mapping.shared for mapping in deleted(everything)):
+        everything = read()
     shared = [mapping for mapping in deleted(everything) if mapping.shared]
     names = _living_names() if shared else {}
     reasons: dict[str, str] = {}
@@ -128,7 +141,7 @@ def rehome() -> tuple[int, list[dict[str, Any]]]:
         path = mapping.path
         if mapping.file in names:
             reason = _map_by_name(mapping, names[mapping.file])
-        elif path.startswith("/SYSV") or (path.startswith("/dev/") and not path.startswith("/dev/shm/")):  # noqa: S108
+        elif path.startswith("/SYSV") or (path.startswith("/dev/") and not path.startswith(_SHARED_MEMORY)):
             reason = "not a file's memory"
         elif mapping.file in elsewhere:
             reason = "another process maps it"
@@ -144,11 +157,15 @@ def rehome() -> tuple[int, list[dict[str, Any]]]:
             reasons[path] = reason
         else:
             done, copied = done + 1, copied + mapping.size
-    return done, still_deleted(read() if shared else everything, reasons)
+    mapped = read(all=False) if shared else everything
+    return Rehomed(done, mapped, still_deleted(mapped, reasons))
 
 
 def still_deleted(mappings: list[Mapping], reasons: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """Return the deleted files among these mappings, an entry for each file."""
+    """Return the deleted files among these mappings, an entry for each.
+
+    ``path``, ``kind`` (shared, private), ``size`` in bytes and the ``reason`` why it stays.
+    """
     files: dict[str, dict[str, Any]] = {}
     for mapping in deleted(mappings):
         kind = "shared" if mapping.shared else "private"
@@ -160,7 +177,7 @@ def still_deleted(mappings: list[Mapping], reasons: dict[str, str] | None = None
 
 def living_shared_memory(mappings: list[Mapping]) -> list[str]:
     """Return the mapped, existing files of /dev/shm, which must be there, unchanged, at the restore."""
-    return sorted({found.path for found in mappings if found.path.startswith("/dev/shm/") and not found.deleted})  # noqa: S108
+    return sorted({found.path for found in mappings if found.path.startswith(_SHARED_MEMORY) and not found.deleted})
 
 
 def _living_names() -> dict[tuple[str, int], str]:

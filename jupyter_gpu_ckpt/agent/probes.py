@@ -37,9 +37,15 @@ def probe(errors: list[str], name: str, call: Callable[[], Any], default: Any) -
         return default
 
 
-def report(kernel: Any, pipe_port: int | None, errors: list[str]) -> dict[str, Any]:
-    """Return the report of a preflight or a quiesce, JSON-serialisable; sizes in bytes."""
-    mapped: list[mappings.Mapping] = probe(errors, "mappings", mappings.read, [])  # once: it has hundreds of lines
+def report(
+    kernel: Any, pipe_port: int | None, errors: list[str], mapped: list[mappings.Mapping] | None = None
+) -> dict[str, Any]:
+    """Return the report of a preflight or a quiesce, JSON-serialisable; sizes in bytes.
+
+    ``mapped``: what `mappings.read` returns, if it was just called: Linux writes hundreds of lines for that.
+    """
+    if mapped is None:
+        mapped = probe(errors, "mappings", lambda: mappings.read(all=False), [])
     checks: list[tuple[str, Callable[[], Any], Any]] = [
         ("python", platform.python_version, ""),
         ("ipykernel", lambda: _version("ipykernel"), ""),

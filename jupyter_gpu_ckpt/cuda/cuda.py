@@ -98,9 +98,14 @@ class Cuda(Facade):
 
         Open ``/dev/nvidia*`` would not do: a suspended process has none, and a process that only uses NVML has some.  A
         process that loaded the library but never initialised it is in `state` ``NONE``.  An unreadable process
-        (PR_SET_DUMPABLE) has no CUDA state on a host without the driver.
+        (PR_SET_DUMPABLE) has no CUDA state on a host without the driver.  One that had a state when the driver was last
+        asked is not looked at again: where it runs another program since, the next `state` says so.
         """
-        return not self._is_hidden(pid) and "/libcuda.so" in self._read(pid, "maps")
+        if self._is_hidden(pid):
+            return False
+        # Linux writes hundreds of lines for that, in a millisecond.
+        had_state = pid in self._known and self._known[pid] == self._started(pid) and not procfs.is_ending(pid)
+        return had_state or "/libcuda.so" in self._read(pid, "maps")
 
     def has_profiler(self, pid: int) -> bool:
         """Return whether the process has loaded CUPTI, the library of profilers.  Reads /proc only.

@@ -41,9 +41,13 @@ _T = TypeVar("_T")
 _E = TypeVar("_E", bound=GpuCkptError)
 
 
-def candidates(kernel: KernelState) -> list[int]:
-    """Return the processes of the kernel's capsule that have loaded the CUDA driver, by host pid.  Reads /proc only."""
-    return [pid for pid in _all(kernel) if _unless_ended(kernel, pid, kernel.engine.cuda.uses_cuda)]
+def candidates(kernel: KernelState, others: Iterable[int] | None = None) -> list[int]:
+    """Return the processes of the kernel's capsule that have loaded the CUDA driver, by host pid.  Reads /proc only.
+
+    ``others``: those beside the kernel, where the caller has asked the capsule for them.
+    """
+    asked = _all(kernel) if others is None else [kernel.require_capsule().host_pid, *others]
+    return [pid for pid in asked if _unless_ended(kernel, pid, kernel.engine.cuda.uses_cuda)]
 
 
 def mirrored(kernel: KernelState) -> bool:
@@ -141,10 +145,13 @@ def unlock_children(kernel: KernelState) -> list[int]:
     return done
 
 
-def shared(kernel: KernelState) -> list[errors.UnsupportedCuda]:
-    """Return why processes of the kernel cannot be suspended together, as far as that shows.  Raises `CudaError`."""
+def shared(kernel: KernelState, loaded: Collection[int]) -> list[errors.UnsupportedCuda]:
+    """Return why processes of the kernel cannot be suspended together, as far as that shows.  Raises `CudaError`.
+
+    ``loaded``: its `candidates`.
+    """
     cuda, found = kernel.engine.cuda, list[errors.UnsupportedCuda]()
-    if len(candidates(kernel)) < 2:
+    if len(loaded) < 2:
         return found
     using = states(kernel)  # forked children have loaded the driver, and do not use CUDA
     peers = [pid for pid in using if _unless_ended(kernel, pid, cuda.communicates_by_nccl)]
@@ -184,12 +191,15 @@ def amounts(kernel: KernelState, pid: int | None = None) -> Amounts:
         return Amounts()
 
 
-def slow_children(kernel: KernelState, used: Mapping[str, int]) -> list[str]:
-    """Return, for each child with much of the device memory that is ``used``, why the driver has to move that."""
+def slow_children(kernel: KernelState, loaded: Iterable[int], used: Mapping[str, int]) -> list[str]:
+    """Return, for each child with much of the device memory that is ``used``, why the driver has to move that.
+
+    ``loaded``: the kernel's `candidates`.
+    """
     own, found = kernel.require_capsule().host_pid, list[str]()
-    for pid in candidates(kernel) if sum(used.values()) > MUCH else ():
+    for pid in (pid for pid in loaded if pid != own) if sum(used.values()) > MUCH else ():
         bytes, process = sum(kernel.engine.gpus.used_by(pid).values()), read_process(pid)
-        if pid != own and bytes > MUCH and process and (why := kernel.fast_path(pid=pid).why_slow(bytes)):
+        if bytes > MUCH and process and (why := kernel.fast_path(pid=pid).why_slow(bytes)):
             found.append(f"Device memory of {process.shown()} (pid {pid}) moves at the driver's own rate: {why}.")
     return found
 

@@ -61,7 +61,9 @@ def _findings(
 ) -> list[PreflightFinding]:
     """Return the findings, with those of an ``inspection`` if an image is to be written."""
     capsule, writes = kernel.require_capsule(), inspection is not None
-    device_bytes, companions = host_memory.device_bytes(kernel), capsule.other_processes()
+    companions = capsule.other_processes()
+    using = cuda_processes.candidates(kernel, companions)
+    device_bytes = kernel.engine.gpus.used_by(*using) if using else {}
     if device_bytes:
         try:
             kernel.engine.cuda.available()
@@ -83,7 +85,7 @@ def _findings(
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
         why_not=why_not(kernel, writes=writes),
     )
-    found += [preflight.blocking(reason) for reason in (cuda_processes.shared(kernel) if device_bytes else ())]
+    found += [preflight.blocking(reason) for reason in (cuda_processes.shared(kernel, using) if device_bytes else ())]
     for reason in _refused_by_driver(kernel, device_bytes):
         if writes:
             _say_if_suspendable(kernel, reason)
@@ -103,7 +105,8 @@ def _findings(
         own = kernel.engine.gpus.used_by(capsule.host_pid)
     if own and (why := kernel.fast_path().why_slow(sum(own.values()))):
         found.append(PreflightFinding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
-    found += [PreflightFinding("DRIVERS_RATE", text) for text in cuda_processes.slow_children(kernel, device_bytes)]
+    slow = cuda_processes.slow_children(kernel, using, device_bytes)
+    found += [PreflightFinding("DRIVERS_RATE", text) for text in slow]
     return found
 
 

@@ -310,13 +310,17 @@ class FakeCuda(Cuda):
         return self.driver.processes[pid].nccl
 
     def _started(self, pid: int) -> int:
-        return id(self.driver.processes[pid])
+        return id(self._process(pid))
 
-    def _read(self, pid: int, name: str) -> str:
-        real.check_pid(pid)
+    def _process(self, pid: int) -> FakeProcess:
         process = self.driver.processes.get(pid)
         if process is None:
             raise CudaError(f"There is no process {pid}.", pid=pid)
+        return process
+
+    def _read(self, pid: int, name: str) -> str:
+        real.check_pid(pid)
+        process = self._process(pid)
         libraries = {"/usr/lib/libcuda.so.1": process.cuda, "/usr/lib/libcupti.so.13": process.profiled}
         libraries |= {"/usr/lib/libnccl.so.2": process.nccl}
         return "".join(f"{path}\n" for path, loaded in libraries.items() if loaded and name == "maps")

@@ -99,10 +99,12 @@ def test_only_a_listener_of_tcp_at_the_port_is_one():
 def test_mappings_are_read_once_for_a_report(monkeypatch):
     """Linux writes hundreds of lines anew for each reader."""
     read, calls = mappings.read, []
-    monkeypatch.setattr(mappings, "read", lambda: calls.append("read") or read())
+    monkeypatch.setattr(mappings, "read", lambda **how: calls.append("read") or read(**how))
     report = probes.report(None, None, [])
     assert (report["probe_errors"], calls) == ([], ["read"])
-    assert (mappings.rehome()[1], len(calls)) == (report["deleted_mappings"], 2)
+    moved = mappings.rehome()
+    assert (moved.still_deleted, len(calls)) == (report["deleted_mappings"], 2)
+    assert probes.report(None, None, [], moved.mapped)["deleted_mappings"] == moved.still_deleted and len(calls) == 2
 
 
 def test_a_listener_that_a_child_has_stays(monkeypatch):

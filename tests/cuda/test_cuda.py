@@ -73,6 +73,27 @@ class TestCuda:
             assert cuda.device_files(os.getpid()) == []
             assert cuda._helper.pid is None
 
+    def test_a_process_that_the_driver_knows_is_not_looked_through_again(self, monkeypatch):
+        """A millisecond and more for each look; one that has ended has no CUDA, however long its parent leaves it."""
+        looked, states = [], {"cuda.state": 0}
+
+        class Answers:
+            def call(self, op, **args):
+                return states[op]
+
+        cuda = Cuda(Answers())
+        read = cuda._read
+        monkeypatch.setattr(cuda, "_read", lambda pid, name: looked.append(name) or read(pid, name))
+        with subprocess.Popen(["sleep", "1000"]) as sleeps:
+            assert not cuda.uses_cuda(sleeps.pid) and looked.count("maps") == 1
+            with monkeypatch.context() as patch:
+                patch.setattr(cuda, "uses_cuda", lambda pid: True)
+                assert cuda.state(sleeps.pid) is CudaState.RUNNING
+            assert cuda.uses_cuda(sleeps.pid) and looked.count("maps") == 1
+            sleeps.kill()
+            os.waitid(os.P_PID, sleeps.pid, os.WEXITED | os.WNOWAIT)
+            assert not cuda.uses_cuda(sleeps.pid) and looked.count("maps") == 2
+
     def test_the_mappings_of_a_process_are_read_until_the_driver_knows_it(self, monkeypatch):
         """And again where that was another process, or another program that it ran."""
         answers, looked = {}, []

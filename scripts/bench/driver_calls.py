@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 
-SIZES_MIB = (2, 20, 96)
+SIZES_MIB = (2, 20, 96, 768)
 ROUNDS = 200
 #: `CUmemAllocationProp`, 32 bytes: type, handle types, location (type, id), a pointer, flags of 8 bytes.
 PINNED = DEVICE = DESCRIPTOR = 1

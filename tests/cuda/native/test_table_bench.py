@@ -98,13 +98,15 @@ async def test_the_rows_of_jax_and_of_a_small_context(bench):
 
 async def test_the_row_of_loops(bench, monkeypatch):
     table, run = bench
-    monkeypatch.setattr(table, "TURNS", 2)
+    monkeypatch.setattr(table, "TURNS", 3)
+    monkeypatch.setattr(table, "TRAINING_TURNS", 2)
     monkeypatch.setattr(table, "PAIRS", 2)
-    program = {"training": ("a step", "print(2.0)"), "allocations": ("a loop", "print(3.0)")}
+    loop = "import os; print(3.0 / (len(os.sched_getaffinity(0)) == 1))"
+    program = {"training": ("a step", "print(2.0)"), "allocations": ("a loop", loop)}
     figures = await table.price(run, "loops", program, {})
     assert [(figure.values, figure.least, figure.most) for figure in figures] == [
         ([1.0, 1.0], 0.99, 1.01),
-        ([1.0] * 4, None, 1.02),
+        ([1.0] * 6, None, 1.02),
     ]
 
 

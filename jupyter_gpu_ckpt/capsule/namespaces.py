@@ -93,11 +93,16 @@ def _terminal_group() -> str:
 
 
 def mount_at(directory: int, path: str) -> None:
-    """Mount a directory (a descriptor) at a path, which is made if it is not there.  Raises `OSError`.
+    """Mount a directory (a descriptor) at a path, which is made if it is not there, as `mount_over`."""
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    mount_over(directory, path)
+
+
+def mount_over(directory: int, path: str) -> None:
+    """Mount a directory (a descriptor) over another one.  Raises `OSError`.
 
     Not through a symbolic link, which another user may have put there: what it leads to would be covered.
     """
-    os.makedirs(path, mode=0o700, exist_ok=True)
     point = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         syscalls.mount(f"/proc/self/fd/{directory}", f"/proc/self/fd/{point}", None, syscalls.MS_BIND)

@@ -13,9 +13,11 @@ import select
 from collections.abc import Sequence
 
 from ..process import syscalls
-from .namespaces import mount_at
+from .namespaces import mount_over
 
 _NAME, _MADE = "private-", ".made"
+#: Others may remove a directory between the moment when it is made and when it is mounted over, as often.
+_ATTEMPTS = 10
 
 
 class PrivateDirectories:
@@ -30,11 +32,17 @@ class PrivateDirectories:
             os.makedirs(own, mode=0o700, exist_ok=True)
             descriptor = os.open(own, os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                if not os.path.lexists(path):
-                    os.close(os.open(f"{own}{_MADE}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-                elif os.path.samestat(os.lstat(path), os.fstat(descriptor)):
-                    continue
-                mount_at(descriptor, path)
+                for attempt in range(_ATTEMPTS):
+                    with contextlib.suppress(FileNotFoundError):
+                        if os.path.samestat(os.lstat(path), os.fstat(descriptor)):
+                            break
+                    try:
+                        _make(path, f"{own}{_MADE}")
+                        mount_over(descriptor, path)
+                        break
+                    except FileNotFoundError:
+                        if attempt == _ATTEMPTS - 1:
+                            raise
             finally:
                 os.close(descriptor)
 
@@ -54,3 +62,14 @@ class PrivateDirectories:
         watch = select.epoll()
         watch.register(os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC), select.EPOLLPRI)
         return watch
+
+
+def _make(path: str, mark: str) -> None:
+    """Make a directory, and note that, unless it is there.
+
+    One that others are removing is there for some milliseconds after it was unmounted; mkdir(2) waits for its end.
+    """
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+        os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))

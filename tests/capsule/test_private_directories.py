@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from sleepers import ENV
 from waiting import until
 
+from jupyter_gpu_ckpt.capsule import private_directories
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CapsuleError
 
@@ -38,17 +40,54 @@ def capsule(tmp_path, place):
         made.close()
 
 
-def test_it_is_empty_in_the_capsule_and_stays_when_others_remove_and_make_theirs(capsule, place, tmp_path):
+@pytest.mark.parametrize("times", [1, 3])
+def test_it_is_empty_in_the_capsule_and_stays_when_others_remove_and_make_theirs(capsule, place, tmp_path, times):
     assert inside(capsule, place) == inside(capsule, tmp_path / "gone") == []
     Path(f"/proc/{capsule.host_pid}/root{place}/mine").touch()
     assert sorted(os.listdir(place)) == ["theirs"]
-    for _ in range(3):
+    for _ in range(times):
         shutil.rmtree(place)
         until(lambda: place.exists() and inside(capsule, place), "it is mounted again")
         assert inside(capsule, place) == ["mine"]
         assert os.listdir(place) == []
     capsule.close()
     until(lambda: not place.exists() and not (tmp_path / "gone").exists(), "what the capsule has made is removed")
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+def test_a_directory_that_others_remove_before_it_is_mounted_over_is_made_again(monkeypatch, tmp_path, theirs):
+    path, over = tmp_path / "place", []
+
+    def removed_meanwhile(descriptor, point):
+        over.append(point)
+        if len(over) < 3:
+            os.rmdir(point)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), point)
+
+    monkeypatch.setattr(private_directories, "mount_over", removed_meanwhile)
+    directories = private_directories.PrivateDirectories(str(tmp_path), [str(path)])
+    if theirs:
+        path.mkdir()
+    directories.mount()
+    assert over == [str(path)] * 3 and path.is_dir()
+    directories.remove_made()
+    assert not path.exists()
+    over[:] = [str(tmp_path)] * 3
+    path.mkdir()
+    directories.mount()
+    directories.remove_made()
+    assert path.exists()
+
+
+def test_a_directory_that_is_removed_again_and_again_is_given_up(monkeypatch, tmp_path):
+    def never(descriptor, point):
+        os.rmdir(point)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), point)
+
+    monkeypatch.setattr(private_directories, "mount_over", never)
+    directories = private_directories.PrivateDirectories(str(tmp_path), [str(tmp_path / "place")])
+    with pytest.raises(FileNotFoundError):
+        directories.mount()
 
 
 def test_a_path_that_others_have_stays(capsule, place):

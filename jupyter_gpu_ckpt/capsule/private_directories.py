@@ -50,10 +50,13 @@ class PrivateDirectories:
         """Remove the paths that `mount` has made for a capsule that has ended, if they are empty.  Never raises."""
         for own, path in self._own.items():
             with contextlib.suppress(OSError):
+                with open(f"{own}{_MADE}", encoding="ascii") as file:
+                    made = file.read()
                 os.unlink(f"{own}{_MADE}")
                 with contextlib.suppress(OSError):  # others have unmounted it
                     syscalls.umount(path)
-                os.rmdir(path)
+                if _identity(path) == made:  # others may have made theirs, after they had removed ours
+                    os.rmdir(path)
 
     def watch(self) -> select.epoll | None:
         """Return what becomes readable when the table of mounts changes (proc_pid_mounts(5)); None without any."""
@@ -65,11 +68,24 @@ class PrivateDirectories:
 
 
 def _make(path: str, mark: str) -> None:
-    """Make a directory, and note that, unless it is there.
+    """Make a directory, and note which, unless it is there.
 
     One that others are removing is there for some milliseconds after it was unmounted; mkdir(2) waits for its end.
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with contextlib.suppress(FileExistsError):
+    try:
         os.mkdir(path, 0o700)
-        os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        return
+    try:
+        with open(mark, "w", encoding="ascii") as file:
+            file.write(_identity(path))
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+        raise
+
+
+def _identity(path: str) -> str:
+    status = os.lstat(path)
+    return f"{status.st_dev} {status.st_ino}"

@@ -104,8 +104,14 @@ class Cuda(Facade):
         if self._is_hidden(pid):
             return False
         # Linux writes hundreds of lines for that, in a millisecond.
-        had_state = pid in self._known and self._known[pid] == self._started(pid) and not procfs.is_ending(pid)
-        return had_state or "/libcuda.so" in self._read(pid, "maps")
+        return self._had_state(pid) or "/libcuda.so" in self._read(pid, "maps")
+
+    def _had_state(self, pid: int) -> bool:
+        """Return whether a readable process that lives on had a CUDA state when the driver was last asked."""
+        known = self._known.get(pid)
+        if known is None or not os.access(f"/proc/{pid}/fd", os.R_OK) or procfs.is_ending(pid):
+            return False
+        return known == self._started(pid)
 
     def has_profiler(self, pid: int) -> bool:
         """Return whether the process has loaded CUPTI, the library of profilers.  Reads /proc only.

@@ -85,7 +85,8 @@ def _findings(
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
         why_not=why_not(kernel, writes=writes),
     )
-    found += [preflight.blocking(reason) for reason in (cuda_processes.shared(kernel, using) if device_bytes else ())]
+    loaded = cuda_processes.candidates(kernel) if device_bytes else []  # again: some may have begun to use CUDA
+    found += [preflight.blocking(reason) for reason in cuda_processes.shared(kernel, loaded)]
     for reason in _refused_by_driver(kernel, device_bytes):
         if writes:
             _say_if_suspendable(kernel, reason)
@@ -105,7 +106,7 @@ def _findings(
         own = kernel.engine.gpus.used_by(capsule.host_pid)
     if own and (why := kernel.fast_path().why_slow(sum(own.values()))):
         found.append(PreflightFinding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
-    slow = cuda_processes.slow_children(kernel, using, device_bytes)
+    slow = cuda_processes.slow_children(kernel, loaded, device_bytes)
     found += [PreflightFinding("DRIVERS_RATE", text) for text in slow]
     return found
 

@@ -63,14 +63,20 @@ USED, PEAK = 2, 20
 BEYOND, REST, SMALL_REST = 0.1, 0.10, 0.08
 #: Turns of a loop with and without the library.
 TURNS, TRAINING_TURNS = 16, 8
-#: Pairs of kernels for one that allocates.
-PAIRS = 2
+#: Pairs of kernels for one that allocates: of two the one may be slower for seconds, and so may the other.
+PAIRS = 4
 #: Host memory is used once before, by so many processes: a machine's may grow on first use.
 WARMERS = 8
 #: GiB of host memory that are left then.
 UNUSED = 8
 #: For cells and programs, in seconds.
 DEADLINE = 180
+#: Has all threads of a kernel run on one processor.
+BIND = """
+import os
+for each in os.listdir('/proc/self/task'):
+    os.sched_setaffinity(int(each), {{{processor}}})
+"""
 TRAINING = ("PyTorch, a training step", fastpath.TRAINING)
 
 BUS = """
@@ -641,7 +647,7 @@ async def price(bench: Bench, name: str, programs: dict[str, tuple[str, str]], e
                 else:
                     turns = TURNS + 1
                     for kernel in (ours, stock):
-                        await kernel.run(f"import os; os.sched_setaffinity(0, {{{max(os.sched_getaffinity(0))}}})")
+                        await kernel.run(BIND.format(processor=max(os.sched_getaffinity(0))))
                 for turn in range(turns):
                     for who, kernel in (("with", ours), ("without", stock))[:: 1 if turn % 2 else -1]:
                         took = float(await kernel.run(code, timeout=DEADLINE))
@@ -697,12 +703,12 @@ ROWS = {
     ),
     "jax-small": Row(lambda bench, name: jax_as_it_comes(bench, name, peak=False), 30, modules=("jax",)),
     "context": Row(context, 35, ("driver",)),
-    "loops-torch": _loops("torch", 60, training=True),
-    "loops-expandable": _loops("expandable", 40),
-    "loops-async": _loops("async", 40),
-    "loops-cupy": _loops("cupy", 35),
-    "loops-cupy-async": _loops("cupy-async", 35),
-    "loops-rmm": _loops("rmm", 35),
+    "loops-torch": _loops("torch", 100, training=True),
+    "loops-expandable": _loops("expandable", 70),
+    "loops-async": _loops("async", 70),
+    "loops-cupy": _loops("cupy", 45),
+    "loops-cupy-async": _loops("cupy-async", 45),
+    "loops-rmm": _loops("rmm", 45),
     "mirrored": Row(mirrored, 90, host_gib=LARGE + 8),
     "untouched": Row(untouched, 60, host_gib=LARGE + 8),
     "exchange": Row(exchange, 80, host_gib=2 * LARGE + 8),

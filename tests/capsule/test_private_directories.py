@@ -79,6 +79,27 @@ def test_a_directory_that_others_remove_before_it_is_mounted_over_is_made_again(
     assert path.exists()
 
 
+def test_a_directory_of_others_where_ours_was_stays(monkeypatch, tmp_path):
+    path = tmp_path / "place"
+    monkeypatch.setattr(private_directories, "mount_over", lambda descriptor, point: None)
+    directories = private_directories.PrivateDirectories(str(tmp_path), [str(path)])
+    directories.mount()
+    path.rename(tmp_path / "elsewhere")  # else the file system may give the next one its number
+    path.mkdir()
+    directories.mount()
+    directories.remove_made()
+    assert path.exists()
+
+
+def test_nothing_is_left_where_it_cannot_be_noted(monkeypatch, tmp_path):
+    path = tmp_path / "place"
+    directories = private_directories.PrivateDirectories(str(tmp_path), [str(path)])
+    (tmp_path / "private-0.made").mkdir()
+    with pytest.raises(IsADirectoryError):
+        directories.mount()
+    assert not path.exists()
+
+
 def test_a_directory_that_is_removed_again_and_again_is_given_up(monkeypatch, tmp_path):
     def never(descriptor, point):
         os.rmdir(point)

@@ -90,9 +90,14 @@ class TestCuda:
                 patch.setattr(cuda, "uses_cuda", lambda pid: True)
                 assert cuda.state(sleeps.pid) is CudaState.RUNNING
             assert cuda.uses_cuda(sleeps.pid) and looked.count("maps") == 1
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "access", lambda path, mode: False)  # it has become one that is not to be looked into
+                patch.setattr(cuda, "_is_hidden", lambda pid: False)
+                cuda.uses_cuda(sleeps.pid)
+                assert looked.count("maps") == 2
             sleeps.kill()
             os.waitid(os.P_PID, sleeps.pid, os.WEXITED | os.WNOWAIT)
-            assert not cuda.uses_cuda(sleeps.pid) and looked.count("maps") == 2
+            assert not cuda.uses_cuda(sleeps.pid) and looked.count("maps") == 3
 
     def test_the_mappings_of_a_process_are_read_until_the_driver_knows_it(self, monkeypatch):
         """And again where that was another process, or another program that it ran."""

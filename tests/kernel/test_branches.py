@@ -482,6 +482,8 @@ async def test_a_branch_s_manager_is_its_own_whatever_becomes_of_the_other(kerne
         await kernel.run("process = manager._process; manager.shutdown(); process.join(); import shutil, time")
         await kernel.run("while not os.path.exists(os.path.dirname(path)): time.sleep(0.01)")
         await kernel.run("shutil.rmtree(os.path.dirname(path))")
+        for each in (one, two):  # Linux has unmounted theirs, and they get it back in some milliseconds
+            await each.run("import time\nwhile not os.path.exists(path): time.sleep(0.01)")
         await one.run(write.format(21))
         assert [await each.run(read) for each in (one, two)] == ["{'x': 21} True", "{'x': 12} True"]
         await two.provisioner.checkpoint()

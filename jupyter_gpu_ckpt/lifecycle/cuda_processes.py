@@ -41,13 +41,9 @@ _T = TypeVar("_T")
 _E = TypeVar("_E", bound=GpuCkptError)
 
 
-def candidates(kernel: KernelState, others: Iterable[int] | None = None) -> list[int]:
-    """Return the processes of the kernel's capsule that have loaded the CUDA driver, by host pid.  Reads /proc only.
-
-    ``others``: those beside the kernel, where the caller has asked the capsule for them.
-    """
-    asked = _all(kernel) if others is None else [kernel.require_capsule().host_pid, *others]
-    return [pid for pid in asked if _unless_ended(kernel, pid, kernel.engine.cuda.uses_cuda)]
+def candidates(kernel: KernelState) -> list[int]:
+    """Return the processes of the kernel's capsule that have loaded the CUDA driver, by host pid.  Reads /proc only."""
+    return [pid for pid in _all(kernel) if _unless_ended(kernel, pid, kernel.engine.cuda.uses_cuda)]
 
 
 def mirrored(kernel: KernelState) -> bool:

@@ -61,9 +61,7 @@ def _findings(
 ) -> list[PreflightFinding]:
     """Return the findings, with those of an ``inspection`` if an image is to be written."""
     capsule, writes = kernel.require_capsule(), inspection is not None
-    companions = capsule.other_processes()
-    using = cuda_processes.candidates(kernel, companions)
-    device_bytes = kernel.engine.gpus.used_by(*using) if using else {}
+    device_bytes, companions = host_memory.device_bytes(kernel), capsule.other_processes()
     if device_bytes:
         try:
             kernel.engine.cuda.available()
@@ -85,7 +83,7 @@ def _findings(
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
         why_not=why_not(kernel, writes=writes),
     )
-    loaded = cuda_processes.candidates(kernel) if device_bytes else []  # again: some may have begun to use CUDA
+    loaded = cuda_processes.candidates(kernel) if device_bytes else []  # some may have begun to use CUDA
     found += [preflight.blocking(reason) for reason in cuda_processes.shared(kernel, loaded)]
     for reason in _refused_by_driver(kernel, device_bytes):
         if writes:

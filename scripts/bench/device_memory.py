@@ -61,7 +61,7 @@ EACH, LARGE, SMALL = 16, 48, 64
 USED, PEAK = 2, 20
 #: Seconds of a framework beyond PyTorch's, and of what is not bytes or the driver's.
 BEYOND, REST, SMALL_REST = 0.1, 0.10, 0.08
-#: Turns of a loop with and without the library.
+#: Turns of a loop that allocates, and of a training, with and without the library.
 TURNS, TRAINING_TURNS = 16, 8
 #: Pairs of kernels for one that allocates: of two the one may be slower for seconds, and so may the other.
 PAIRS = 4

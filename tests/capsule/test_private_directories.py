@@ -54,6 +54,10 @@ def test_it_is_empty_in_the_capsule_and_stays_when_others_remove_and_make_theirs
     until(lambda: not place.exists() and not (tmp_path / "gone").exists(), "what the capsule has made is removed")
 
 
+def directory_at(path: Path) -> private_directories.PrivateDirectories:
+    return private_directories.PrivateDirectories(str(path.parent), [str(path)])
+
+
 @pytest.mark.parametrize("theirs", [True, False])
 def test_a_directory_that_others_remove_before_it_is_mounted_over_is_made_again(monkeypatch, tmp_path, theirs):
     path, over = tmp_path / "place", []
@@ -65,7 +69,7 @@ def test_a_directory_that_others_remove_before_it_is_mounted_over_is_made_again(
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), point)
 
     monkeypatch.setattr(private_directories, "mount_over", removed_meanwhile)
-    directories = private_directories.PrivateDirectories(str(tmp_path), [str(path)])
+    directories = directory_at(path)
     if theirs:
         path.mkdir()
     directories.mount()
@@ -82,7 +86,7 @@ def test_a_directory_that_others_remove_before_it_is_mounted_over_is_made_again(
 def test_a_directory_of_others_where_ours_was_stays(monkeypatch, tmp_path):
     path = tmp_path / "place"
     monkeypatch.setattr(private_directories, "mount_over", lambda descriptor, point: None)
-    directories = private_directories.PrivateDirectories(str(tmp_path), [str(path)])
+    directories = directory_at(path)
     directories.mount()
     path.rename(tmp_path / "elsewhere")  # else the file system may give the next one its number
     path.mkdir()
@@ -92,12 +96,10 @@ def test_a_directory_of_others_where_ours_was_stays(monkeypatch, tmp_path):
 
 
 def test_nothing_is_left_where_it_cannot_be_noted(monkeypatch, tmp_path):
-    path = tmp_path / "place"
-    directories = private_directories.PrivateDirectories(str(tmp_path), [str(path)])
     (tmp_path / "private-0.made").mkdir()
     with pytest.raises(IsADirectoryError):
-        directories.mount()
-    assert not path.exists()
+        directory_at(tmp_path / "place").mount()
+    assert not (tmp_path / "place").exists()
 
 
 def test_a_directory_that_is_removed_again_and_again_is_given_up(monkeypatch, tmp_path):
@@ -106,9 +108,8 @@ def test_a_directory_that_is_removed_again_and_again_is_given_up(monkeypatch, tm
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), point)
 
     monkeypatch.setattr(private_directories, "mount_over", never)
-    directories = private_directories.PrivateDirectories(str(tmp_path), [str(tmp_path / "place")])
     with pytest.raises(FileNotFoundError):
-        directories.mount()
+        directory_at(tmp_path / "place").mount()
 
 
 def test_a_path_that_others_have_stays(capsule, place):

@@ -14,9 +14,10 @@
 #define FIRST_SLOTS 4096
 #define LEGACY_STREAM ((CUstream)1)
 
-/* Open addressing, keyed by address. */
+/* Open addressing, keyed by address; and all addresses in ascending order, for those that lie within an allocation. */
 struct table {
     struct allocation *entries;
+    CUdeviceptr *order; /* at most half of the slots are used */
     size_t slots, used;
 };
 /* All memory, and the allocations that are parts of a pool's. */
@@ -61,26 +62,46 @@ static void put(struct table *table, const struct allocation *allocation)
     table->entries[at] = *allocation;
 }
 
+static size_t bytes_of(size_t slots) { return slots * sizeof(struct allocation) + slots / 2 * sizeof(CUdeviceptr); }
+
 static bool grow(struct table *table)
 {
     struct table old = *table, larger = {.slots = old.slots ? old.slots * 2 : FIRST_SLOTS, .used = old.used};
-    larger.entries =
-        mmap(NULL, larger.slots * sizeof *old.entries, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    larger.entries = mmap(NULL, bytes_of(larger.slots), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (larger.entries == MAP_FAILED)
         return false;
-    for (size_t at = 0; at < old.slots; at++)
-        if (old.entries[at].address != 0)
-            put(&larger, &old.entries[at]);
+    larger.order = (CUdeviceptr *)(larger.entries + larger.slots);
+    for (size_t at = 0; at < old.used; at++) {
+        larger.order[at] = old.order[at];
+        put(&larger, find_in(&old, old.order[at]));
+    }
     if (old.entries != NULL)
-        munmap(old.entries, old.slots * sizeof *old.entries);
+        munmap(old.entries, bytes_of(old.slots));
     *table = larger;
     return true;
+}
+
+/* The number of addresses that are not above one. */
+static size_t rank(const struct table *table, CUdeviceptr address)
+{
+    size_t first = 0, end = table->used;
+    while (first < end) {
+        size_t middle = first + (end - first) / 2;
+        if (table->order[middle] <= address)
+            first = middle + 1;
+        else
+            end = middle;
+    }
+    return first;
 }
 
 static bool insert_locked(struct table *table, const struct allocation *allocation)
 {
     bool fits = (table->used + 1) * 2 <= table->slots || grow(table);
     if (fits) {
+        size_t at = rank(table, allocation->address);
+        memmove(&table->order[at + 1], &table->order[at], (table->used - at) * sizeof *table->order);
+        table->order[at] = allocation->address;
         put(table, allocation);
         table->used++;
     }
@@ -104,7 +125,8 @@ static bool insert(const struct allocation *allocation)
 static void take_out(struct table *table, struct allocation *allocation)
 {
     struct allocation *entries = table->entries;
-    size_t hole = (size_t)(allocation - entries), last = table->slots - 1;
+    size_t hole = (size_t)(allocation - entries), last = table->slots - 1, after = rank(table, allocation->address);
+    memmove(&table->order[after - 1], &table->order[after], (table->used - after) * sizeof *table->order);
     for (size_t at = (hole + 1) & last; entries[at].address != 0; at = (at + 1) & last) {
         size_t distance = (at - first_slot(table, entries[at].address)) & last;
         if (distance >= ((at - hole) & last)) {
@@ -223,15 +245,13 @@ bool allocation_has_place(CUdeviceptr address, size_t bytes, size_t offset)
 /* Find the allocation of the program in which the address is; pools' memory is none. */
 static bool find_around(const struct table *table, CUdeviceptr address, struct allocation *found)
 {
-    for (size_t at = 0; at < table->slots; at++) {
-        const struct allocation *each = &table->entries[at];
-        bool is_one = each->address != 0 && !each->freed && (each->pool == 0 || each->within != 0);
-        if (is_one && address - each->address < each->requested) {
-            *found = *each;
-            return true;
-        }
-    }
-    return false;
+    size_t count = rank(table, address);
+    const struct allocation *each = count != 0 ? find_in(table, table->order[count - 1]) : NULL;
+    bool is_one = each != NULL && !each->freed && (each->pool == 0 || each->within != 0) &&
+                  address - each->address < each->requested;
+    if (is_one)
+        *found = *each;
+    return is_one;
 }
 
 bool allocation_containing(CUdeviceptr address, struct allocation *found)

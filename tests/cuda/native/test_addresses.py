@@ -1,9 +1,11 @@
-"""Addresses of memory that the program has freed are kept for the next allocations."""
+"""What memory an address lies in; and addresses of freed memory, which are kept for the next allocations."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from subject import KEPT_ADDRESSES, MIB, Subject
+from subject import KEPT_ADDRESSES, MIB, Control, Subject, asking
 
 RESERVE = "cuMemAddressReserve"
 
@@ -57,3 +59,32 @@ def test_none_are_kept_beyond_a_context(subject, left):
     assert subject.outstanding()["reservations"] == left + 3
     assert subject.ask("reset") == "0"
     assert subject.outstanding()["reservations"] == 0
+
+
+def test_what_an_address_lies_in_is_found_among_many(programs, doubles, runtime_base):
+    """More than the library's table has slots for at first, of both kinds, and when half of them are freed again."""
+    chance, count = random.Random(7), 2100
+    grains = {f"{kind}{number}": 1.25 + number % 3 for number in range(count) for kind in ("plain", "pool")}
+    with asking(programs, doubles, "stream_ordered.py", runtime_base / "fast") as ask:
+        assert ask("stream('s'), standard()") == (0, 0)
+        # The driver would say that it is as long as what is mapped.
+        made = f"[plain(f'plain{{n}}', 1.25 + n % 3) or alloc(f'pool{{n}}', 1.25 + n % 3, 's') for n in range({count})]"
+        assert set(ask(made)) == {0}
+        with Control(runtime_base / "fast") as control:
+            assert control.ask("status")["allocations"] > count, "the library serves them"
+
+        def intact(names: list[str]) -> bool:
+            asked = {name: chance.randrange(int(2 * MIB * grains[name])) for name in chance.sample(names, 300)}
+            found = ask(f"[describe(name, at)[:3] for name, at in {asked}.items()]")
+            return found == [[0, 0, 2 * MIB * grains[name]] for name in asked]
+
+        names = [*grains]
+        assert intact(names)
+        behind = ask(f"[describe(name, sizes[name])[:3] == [0, 0, sizes[name]] for name in {names[:300]}]")
+        assert not any(behind), "nothing of it is behind its end"
+        chance.shuffle(names)
+        freed, rest = names[:count], names[count:]
+        assert set(ask(f"[free(name) for name in {freed}]")) == {0}
+        assert intact(rest)
+        assert not any(ask(f"[describe(name)[:2] == [0, 0] for name in {freed[:300]}]")), "they are no more"
+        assert set(ask(f"[free(name) for name in {rest}]")) == {0}

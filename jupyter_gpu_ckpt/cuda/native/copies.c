@@ -19,30 +19,30 @@
 #include "staging.h"
 #include "zero_parts.h"
 
-/* Bytes of one copy, and number of threads.  Measured on an H200 with 16 CPU cores, files of tmpfs, GB/s out and in: 4
- * MiB by 12 threads 51 and 51, the rate of the bus; 2 MiB 50 and 51; 1 MiB by three buffers a thread 48 and 48; 8
- * threads 44 and 46; 16 threads 49 and 50.  A stream for each buffer instead of one for all: 49 and 49. */
-#define PART_BYTES ((size_t)4 << 20)
+/* Bytes of one copy, and number of threads.  What limits the way out is how fast processors write what has crossed the
+ * bus into files of tmpfs, for which a larger ring is slower: it leaves their cache.  Measured on H200s with 16 CPU
+ * cores, seconds of 16 GiB out, on one machine: 2 MiB by 14 threads 0.342, by 12 0.345, by 16 0.350; 4 MiB by 12 0.341 to
+ * 0.373; 1 MiB by 12 0.41; on another one: 4 MiB by 12 0.40, by 16 0.35 to 0.43; 8 MiB, or three buffers, 0.47 to 0.54.
+ * Two streams, or events that block instead of spin, are no faster. */
+#define PART_BYTES DIGEST_PAGE
 #define HUGE_PAGE ((size_t)2 << 20)
-#define MAX_WORKERS 12 /* of one device */
+#define MAX_WORKERS 14 /* of one device */
 /* Bytes of zeros that the device writes at a time: a call for each part takes longer than the work. */
 #ifndef ZEROS_BYTES /* fewer, in tests */
 #define ZEROS_BYTES ((size_t)1 << 30)
 #endif
 #define BUFFERS 2
 
-/* Parts that are examined before the first one is copied, 512 MiB.  Each slice is twice as long as the one before, as
+/* Parts that are examined before the first one is copied, 256 MiB.  Each slice is twice as long as the one before, as
  * far as its lists have room in a scratch ring. */
 #ifndef FIRST_SLICE /* fewer, in tests */
 #define FIRST_SLICE ((size_t)128)
 #endif
-#define LONGEST_SLICE ((size_t)16384)
+#define LONGEST_SLICE ((size_t)32768)
 #define SAMPLES ((size_t)256) /* parts that are looked at before, to find out what a large memory holds */
 #define SCRATCH_BYTES HUGE_PAGE
 _Static_assert(LONGEST_SLICE * (sizeof(struct scanned) + sizeof(unsigned)) <= SCRATCH_BYTES, "for zeros");
-_Static_assert(LONGEST_SLICE * (PART_BYTES / DIGEST_PAGE) * (sizeof(struct digest) + sizeof(CUdeviceptr)) <=
-                   SCRATCH_BYTES,
-               "for digests");
+_Static_assert(LONGEST_SLICE * (sizeof(struct digest) + sizeof(CUdeviceptr)) <= SCRATCH_BYTES, "for digests");
 
 /* Pinned memory, BUFFERS of a part's size for each worker, which pins them itself, and the stream of all their copies,
  * which always has the next one queued when one ends.  Outlives a transfer only if the driver refuses to release it.
@@ -59,6 +59,7 @@ struct part {
     size_t offset; /* in host memory */
     size_t bytes;
     bool zero;  /* it holds only zeros, on the device or in host memory */
+    bool hole;  /* on the way out: its file does not have these zeros yet */
     size_t zeros; /* on the way in, of the first of such parts that follow each other: the bytes of all; else 0 */
     bool known; /* it is there already: in host memory; or, on the way in, on the device */
     bool stages; /* on the way out, of a large memory: it may be copied to other device memory first (`staging.h`) */
@@ -89,7 +90,6 @@ struct work {
     size_t large; /* bytes of memory whose parts may be staged */
     struct staging staging;
     atomic_bool examined, has_copies; /* all parts are; one was found that has to be copied */
-    atomic_bool opened; /* the ring has its streams */
     pthread_t thread, threads[MAX_WORKERS];
     size_t most, begun; /* threads that copy */
     double moments[MOMENTS];
@@ -269,8 +269,6 @@ static void *copy(void *argument)
     char *buffered = work->ring->memory + number * work->ring->piece;
     if (result == CUDA_SUCCESS)
         result = pin(work->ring, number);
-    if (result == CUDA_SUCCESS && !wait_for(&work->opened))
-        result = atomic_load(&failed);
     for (size_t at = 0; at < BUFFERS && result == CUDA_SUCCESS; at++) {
         buffers[at].memory = buffered + at * PART_BYTES;
         result = cu->cuEventCreate(&buffers[at].copied, CU_EVENT_DISABLE_TIMING);
@@ -393,7 +391,8 @@ static const unsigned *scan(const struct work *work, size_t count, CUresult *res
     return found;
 }
 
-/* Have the device find the parts that hold only zeros. */
+/* Have the device find the parts that hold only zeros.  That their files have them takes longer, and is left for the end
+ * (`make_holes`) where host memory has a note of it: then a way back does not read them. */
 static CUresult find_zeros(const struct work *work, struct part *parts, size_t count)
 {
     struct scanned *list = (struct scanned *)work->scratch->memory;
@@ -409,16 +408,31 @@ static CUresult find_zeros(const struct work *work, struct part *parts, size_t c
     for (size_t at = 0; at < count && result == CUDA_SUCCESS; at++) {
         struct part *part = &parts[at];
         part->zero = found[at] == ONLY_ZEROS && part->bytes % SCAN_BYTES == 0;
-        if (part->zero)
-            result = host_memory_set_zero(part->offset, part->bytes);
+        if (!part->zero || host_memory_is_zero(part->offset, part->bytes))
+            continue;
+        part->hole = host_memory_note_zero(part->offset, part->bytes);
+        if (!part->hole)
+            result = host_memory_make_hole(part->offset, part->bytes);
     }
     pthread_mutex_unlock(&noting);
     return result;
 }
 
-static bool has_pages(const struct part *part)
+static CUresult make_holes(const struct work *work)
 {
-    return !part->zero && part->offset % DIGEST_PAGE == 0 && part->bytes % DIGEST_PAGE == 0;
+    CUresult result = CUDA_SUCCESS;
+    for (struct part *part = work->parts; part < work->parts + work->count && result == CUDA_SUCCESS; part++)
+        if (part->hole) {
+            pthread_mutex_lock(&noting);
+            result = host_memory_make_hole(part->offset, part->bytes);
+            pthread_mutex_unlock(&noting);
+        }
+    return result;
+}
+
+static bool is_page(const struct part *part)
+{
+    return !part->zero && part->offset % DIGEST_PAGE == 0 && part->bytes == DIGEST_PAGE;
 }
 
 /* Have the device compute the digests of pages that hold other bytes than zeros: they are in the scratch ring, one
@@ -430,22 +444,22 @@ static CUresult compute_digests(const struct work *work, const struct part *part
     size_t number = 0;
     *digests = NULL;
     for (size_t at = 0; at < count; at++)
-        number += has_pages(&parts[at]) ? parts[at].bytes / DIGEST_PAGE : 0;
+        number += is_page(&parts[at]);
     CUdeviceptr *pages = (CUdeviceptr *)(list + number);
     if (number == 0 || !work->scans)
         return CUDA_SUCCESS;
     memset(list, 0, number * sizeof *list);
     number = 0;
     for (size_t at = 0; at < count; at++)
-        for (size_t page = 0; has_pages(&parts[at]) && page < parts[at].bytes; page += DIGEST_PAGE)
-            pages[number++] = parts[at].device + page;
+        if (is_page(&parts[at]))
+            pages[number++] = parts[at].device;
     if (!page_digests_compute(work->context, work->scratch->stream, pages, list, number))
         return CUDA_SUCCESS;
     *digests = list;
     return wait_for_kernel(work);
 }
 
-/* Reduce each part to the pages whose content host memory does not have already, and note which it will have. */
+/* Find the pages whose content host memory has already, and note which it will have. */
 static CUresult find_known(const struct work *work, struct part *parts, size_t count)
 {
     struct digest *digests;
@@ -453,21 +467,12 @@ static CUresult find_known(const struct work *work, struct part *parts, size_t c
     pthread_mutex_lock(&noting);
     for (size_t at = 0, number = 0; at < count && result == CUDA_SUCCESS; at++) {
         struct part *part = &parts[at];
-        size_t first = part->bytes, end = 0;
-        for (size_t page = 0; !part->zero && page < part->bytes; page += DIGEST_PAGE) {
-            const struct digest *digest = digests != NULL && has_pages(part) ? &digests[number++] : NULL;
-            if (digest != NULL && host_memory_has(part->offset + page, digest))
-                continue;
-            host_memory_note(part->offset + page, digest);
-            first = first < page ? first : page;
-            end = page + DIGEST_PAGE < part->bytes ? page + DIGEST_PAGE : part->bytes;
-        }
-        part->known = !part->zero && end == 0;
-        if (end != 0) {
-            part->device += first;
-            part->offset += first;
-            part->bytes = end - first;
-        }
+        if (part->zero)
+            continue;
+        const struct digest *digest = digests != NULL && is_page(part) ? &digests[number++] : NULL;
+        part->known = digest != NULL && host_memory_has(part->offset, digest);
+        if (!part->known)
+            host_memory_note(part->offset, digest);
     }
     pthread_mutex_unlock(&noting);
     return result;
@@ -577,15 +582,14 @@ static size_t slice(const struct work *work, size_t first, size_t before)
     return count < work->count - first ? count : work->count - first;
 }
 
-/* Examine all parts of a work, slice by slice, while others already copy those of earlier slices.  Where the driver
- * refuses a scratch ring all are copied. */
+/* Examine all parts of a work, slice by slice, while others already copy those of earlier slices.  Without a scratch ring
+ * all are copied. */
 static void *examine(void *argument)
 {
     struct work *work = argument;
     own_thread_begin("gpu-ckpt-copy");
     CUresult result = driver()->cuCtxSetCurrent(work->context);
-    work->scans = result == CUDA_SUCCESS && ring_open(work->scratch, work->context, SCRATCH_BYTES) == CUDA_SUCCESS;
-    if (work->scans) {
+    if (result == CUDA_SUCCESS && work->scans) {
         zero_parts_load(work->context);
         if (work->keeps)
             page_digests_load(work->context);
@@ -617,6 +621,8 @@ static void *examine(void *argument)
     fail(result);
     atomic_store(&work->examined, true);
     announce();
+    if (atomic_load(&failed) == CUDA_SUCCESS)
+        fail(make_holes(work));
     return NULL;
 }
 
@@ -626,10 +632,9 @@ static CUresult compare(const struct work *work, const struct part *parts, size_
     struct digest *digests;
     CUresult result = compute_digests(work, parts, count, &digests);
     for (size_t at = 0, number = 0; at < count && result == CUDA_SUCCESS; at++)
-        for (size_t page = 0; !parts[at].zero && page < parts[at].bytes; page += DIGEST_PAGE)
-            if (digests == NULL || !has_pages(&parts[at]) ||
-                !host_memory_has(parts[at].offset + page, &digests[number++]))
-                return CUDA_ERROR_ILLEGAL_STATE;
+        if (!parts[at].zero && (digests == NULL || !is_page(&parts[at]) ||
+                                !host_memory_has(parts[at].offset, &digests[number++])))
+            return CUDA_ERROR_ILLEGAL_STATE;
     return result;
 }
 
@@ -651,6 +656,13 @@ static CUresult check(struct work *work)
 
 /* -- one context */
 
+/* Before others pin memory, for which the driver and Linux would have it wait. */
+static void open_scratch(struct work *work)
+{
+    work->scans = driver()->cuCtxSetCurrent(work->context) == CUDA_SUCCESS &&
+                  ring_open(work->scratch, work->context, SCRATCH_BYTES) == CUDA_SUCCESS;
+}
+
 /* Wait until a part is found that has to be copied; false where all are examined, and there is none. */
 static bool wait_for_copies(struct work *work)
 {
@@ -661,18 +673,13 @@ static bool wait_for_copies(struct work *work)
     return atomic_load(&work->has_copies) || atomic_load(&failed) != CUDA_SUCCESS;
 }
 
-/* Threads begin first, and pin the ring while it gets its streams: a thread that begins later waits for page faults of
- * those that pin.  Whether the driver makes a stream as fast beside them has not been measured. */
+/* Threads begin last, each of which pins its part of the ring: beside them the driver takes ten times as long to make a
+ * stream (7 to 12 ms, on H200s). */
 static CUresult open_and_copy(struct work *work)
 {
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
         result = map_ring(work->ring, work->context, work->most * BUFFERS * PART_BYTES, BUFFERS * PART_BYTES);
-    while (result == CUDA_SUCCESS && work->begun < work->most &&
-           pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
-        work->begun++;
-    if (result == CUDA_SUCCESS && work->begun == 0)
-        result = CUDA_ERROR_OPERATING_SYSTEM;
     if (result == CUDA_SUCCESS)
         result = driver()->cuStreamCreate(&work->ring->stream, CU_STREAM_NON_BLOCKING);
     if (result != CUDA_SUCCESS)
@@ -680,9 +687,9 @@ static CUresult open_and_copy(struct work *work)
     if (work->has_zeros && driver()->cuStreamCreate(&work->ring->zeros, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)
         work->ring->zeros = NULL;
     work->moments[OPENED] = now();
-    atomic_store(&work->opened, true);
-    announce();
-    return CUDA_SUCCESS;
+    while (work->begun < work->most && pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
+        work->begun++;
+    return work->begun != 0 ? CUDA_SUCCESS : CUDA_ERROR_OPERATING_SYSTEM;
 }
 
 /* Wait for the threads and for the stream.  If the driver does not say that the copies have ended, the ring is kept. */
@@ -691,7 +698,7 @@ static CUresult end(struct work *work)
     for (size_t thread = 0; thread < work->begun; thread++)
         pthread_join(work->threads[thread], NULL);
     work->moments[COPIED] = now();
-    if (!atomic_load(&work->opened))
+    if (work->ring->stream == NULL)
         return CUDA_SUCCESS;
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
@@ -711,6 +718,8 @@ static void *perform(void *argument)
     struct work *work = argument;
     pthread_t examining;
     own_thread_begin("gpu-ckpt-copy");
+    if (work->outwards)
+        open_scratch(work);
     bool beside = work->outwards && pthread_create(&examining, NULL, examine, work) == 0;
     if (work->outwards && !beside)
         examine(work);

@@ -347,17 +347,31 @@ CUresult host_memory_read(size_t offset, void *to, size_t bytes)
     return CUDA_SUCCESS;
 }
 
-CUresult host_memory_set_zero(size_t offset, size_t bytes)
+CUresult host_memory_make_hole(size_t offset, size_t bytes)
 {
     size_t first = offset / EXTENT_BYTES, last = (offset + bytes - 1) / EXTENT_BYTES;
     CUresult result = CUDA_SUCCESS;
-    if (host_memory_is_zero(offset, bytes))
-        return CUDA_SUCCESS;
     for (size_t extent = first; extent <= last && memory == NULL && result == CUDA_SUCCESS; extent++)
         if ((is_used || extent != last_extended) && (result = extend(extent, offset, bytes)) == CUDA_SUCCESS)
             last_extended = extent;
-    for (size_t at = offset; result == CUDA_SUCCESS && pages != NULL && at < offset + bytes; at += HUGE_PAGE)
-        pages[at / HUGE_PAGE] = (struct page){.zero = offset % HUGE_PAGE == 0 && bytes % HUGE_PAGE == 0};
+    return result;
+}
+
+bool host_memory_note_zero(size_t offset, size_t bytes)
+{
+    bool whole = offset % HUGE_PAGE == 0 && bytes % HUGE_PAGE == 0;
+    for (size_t at = offset; pages != NULL && at < offset + bytes; at += HUGE_PAGE)
+        pages[at / HUGE_PAGE] = (struct page){.zero = whole};
+    return pages != NULL && whole;
+}
+
+CUresult host_memory_set_zero(size_t offset, size_t bytes)
+{
+    if (host_memory_is_zero(offset, bytes))
+        return CUDA_SUCCESS;
+    CUresult result = host_memory_make_hole(offset, bytes);
+    if (result == CUDA_SUCCESS)
+        host_memory_note_zero(offset, bytes);
     return result;
 }
 

@@ -48,10 +48,12 @@ CUresult host_memory_write(size_t offset, const void *from, size_t bytes);
 CUresult host_memory_read(size_t offset, void *to, size_t bytes);
 
 /* Have a range hold zeros, instead of a write: it takes no memory.  By one thread; others may write elsewhere at the same
- * time. */
+ * time.  Also in two steps: a note, which says whether `host_memory_is_zero` now knows it, and then the range itself. */
 CUresult host_memory_set_zero(size_t offset, size_t bytes);
+bool host_memory_note_zero(size_t offset, size_t bytes);
+CUresult host_memory_make_hole(size_t offset, size_t bytes);
 
-/* Whether that was done for the whole range: if not, it can be read, as any other. */
+/* Whether that was noted of the whole range: if not, it can be read, as any other. */
 bool host_memory_is_zero(size_t offset, size_t bytes);
 
 /* Pages of DIGEST_PAGE, by one thread: whether a page has the content with this digest; and note which content a page

@@ -31,7 +31,7 @@ def programs(doubles) -> Programs:
 
 @pytest.fixture(scope="session")
 def sliced(doubles) -> Programs:
-    """The programs with a library that examines 1, 2, 4 and so on parts of 4 MiB at a time before it copies them."""
+    """The programs with a library that examines 1, 2, 4 and so on parts at a time before it copies them."""
     return build(doubles, define=SLICED)
 
 

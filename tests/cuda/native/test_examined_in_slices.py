@@ -8,7 +8,7 @@ from subject import MIB, Control, Subject, running
 from waiting import until
 
 FAULT = 999
-PART = 4 * MIB
+PART = 2 * MIB
 LAUNCH, SYNCHRONIZE = "cuLaunchKernel", "cuStreamSynchronize"
 #: Calls of a dry run with a kept copy: a launch of each kernel, and the wait for both.
 DRY_LAUNCHES, DRY_WAITS = 2, 1

@@ -87,7 +87,7 @@ def test_a_call_that_uses_the_gpu_ends_it(subject, control):
     kept = control.ask("status")["kept"]
     assert 0 < kept < 64 * MIB
     subject.ask("delay", 0)
-    assert swap(subject, control) == (64 * MIB - kept) // (4 * MIB)
+    assert swap(subject, control) == (64 * MIB - kept) // (2 * MIB)
 
 
 @pytest.mark.parametrize("end", ["copy_out", "close 0", "keep 0", f"keep {ENOUGH}"])

@@ -15,7 +15,7 @@ from waiting import until
 from jupyter_gpu_ckpt import procfs
 
 FAULT = 999
-PART = 4 * MIB
+PART = 2 * MIB
 SIZE = 16 * PART
 #: Of the parts of the memory those that hold something, and where in them.
 HELD = {1: 5, 2: PART - 1, 9: 2 * MIB, 15: 0}

@@ -57,13 +57,13 @@ def rounds(subject: Subject, control: Control, copies: int) -> None:
 @pytest.mark.parametrize("api", ["cuda", "map", "async"])
 def test_only_parts_with_other_bytes_are_copied(subject, api):
     """Memory of zeros only, with nothing but zeros behind or before other bytes, and of other bytes."""
-    subject.alloc(1, 6 * MIB, api, "zeros")  # parts of 4 MiB and of 2 MiB
+    subject.alloc(1, 6 * MIB, api, "zeros")
     subject.alloc(1, 6 * MIB, api, "full")
     subject.alloc(3, 2 * MIB, api, "zeros")
     subject.alloc(1, 34 * MIB, api, "zeros")
     subject.alloc(1, 2 * MIB, api, "full")
     with subject.control() as control:
-        rounds(subject, control, copies=3)
+        rounds(subject, control, copies=4)
         assert subject.calls()[WRITTEN_BY] == 5, "one for each memory of them"
         control.must("copy_out", "free")
         if extents(subject).exists():
@@ -93,15 +93,34 @@ def test_what_was_zero_is_copied_when_it_is_not_and_the_other_way_round(subject)
         rounds(subject, control, copies=0)
 
 
+@pytest.mark.parametrize("verb", ["copy_out", "move_out"])
+def test_where_files_cannot_have_the_zeros_the_memory_stays(programs, doubles, verb):
+    """The files get them last, when memory of zeros has been freed already."""
+    with running(programs, doubles, environment=DIRTY) as subject:
+        extents(subject).mkdir(parents=True)
+        subject.alloc(1, 34 * MIB, "cuda", "zeros")
+        subject.alloc(1, 6 * MIB, "map", "full")
+        subject.alloc(2, 20 * MIB, "async", "zeros")
+        (extents(subject) / "000003.img").mkdir()
+        with subject.control() as control:
+            assert control.ask(verb)["cuda"] != 0
+            status = control.ask("status")
+            assert (status["cuda"], status["swapped_out"]) == (0, 0)
+            subject.intact(4)
+            (extents(subject) / "000003.img").rmdir()
+            rounds(subject, control, copies=3)
+        subject.intact(4)
+
+
 @pytest.mark.parametrize("function", FOUND_BY)
 def test_where_the_kernel_cannot_run_all_is_copied(subject, function):
     subject.alloc(2, 4 * MIB, "cuda", "zeros")
     with subject.control() as control:
         subject.fail(function, 1, FAULT, lasting=True)
         control.must("copy_out", "free")
-        assert subject.calls()[COPIES[0]] == 2
+        assert subject.calls()[COPIES[0]] == 4
         control.must("swap_in")
-        assert subject.calls()[COPIES[1]] == 2
+        assert subject.calls()[COPIES[1]] == 4
         subject.fail()
         rounds(subject, control, copies=0)
     subject.intact(2)
@@ -112,7 +131,7 @@ def test_where_zeros_cannot_be_written_they_are_copied(subject):
     with subject.control() as control:
         subject.fail(WRITTEN_BY, 1, FAULT, lasting=True)
         control.must("copy_out", "free", "swap_in")
-        assert [subject.calls()[copy] for copy in COPIES if copy in subject.calls()] == [2]
+        assert [subject.calls()[copy] for copy in COPIES if copy in subject.calls()] == [4]
     subject.intact(2)
 
 
@@ -126,7 +145,7 @@ def test_zeros_are_written_as_many_parts_at_a_time(sliced, doubles):
             assert subject.calls()[WRITTEN_BY] == 5 + 2 + 3, "8 MiB at most, and none beyond other bytes"
             subject.fail(WRITTEN_BY, 1, FAULT, lasting=True)
             control.must("copy_out", "free", "swap_in")
-            assert subject.calls()[COPIES[1]] == 18, "those that the driver does not write are copied"
+            assert subject.calls()[COPIES[1]] == 34, "those that the driver does not write are copied"
             subject.fail()
             for nth, result in ((1, FAULT), (2, FAULT), (3, 0)):  # the dry run's, that of the copies, and of zeros
                 control.must("copy_out", "free")

@@ -1,4 +1,4 @@
-"""What memory an address lies in; and addresses of freed memory, which are kept for the next allocations."""
+"""Addresses: which memory one lies in; and those of freed memory, which are kept for the next allocations."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import re
 import stat
@@ -158,9 +159,11 @@ class FrozenThreads:
             with contextlib.suppress(*procfs.GONE):  # it ended
                 if tid in self._frozen or self._keeps_running(tid, _KEPT_RUNNING, code, insist=True):
                     continue
-                if self._in_driver(tid, code):
-                    self._freeze_one(tid, lambda tid: self._in_driver(tid, code))
-                settled = settled and (tid in self._frozen or not self._began_in(tid, code.driver))
+                drivers = self._began_in(tid, code.driver)
+                may_freeze = functools.partial(self._in_driver, shared=code, drivers=drivers)
+                if may_freeze(tid):
+                    self._freeze_one(tid, may_freeze)
+                settled = settled and (tid in self._frozen or not drivers)
         return settled
 
     def release(self) -> None:
@@ -300,17 +303,17 @@ class FrozenThreads:
         call = _SystemCall.of(self._pid, tid)
         return call is not None and call.number < 0 and call.pc in code
 
-    def _in_driver(self, tid: int, shared: _Shared) -> bool:
+    def _in_driver(self, tid: int, shared: _Shared, *, drivers: bool) -> bool:
         """Return whether the thread waits in a system call of the driver's code, made directly or by the C library.
 
         The first code address on the stack that is not the C library's is the return address of the function that
-        called the C library, or a function that one of the two had in a register: so a thread that the driver created
-        counts whatever the stack says.
+        called the C library, or a function that one of the two had in a register: so one of the ``drivers``, which the
+        driver created, counts whatever the stack says.
         """
         call = _SystemCall.of(self._pid, tid)
         if call is None or call.number not in MACHINE.waits:
             return False
-        if self._began_in(tid, shared.driver):
+        if drivers:
             return True
         if call.pc not in shared.c_library:
             return call.pc in shared.driver
@@ -339,8 +342,7 @@ class FrozenThreads:
                 descriptor = os.pread(memory.fileno(), _DESCRIPTOR_BYTES, head.value & ~7)
         except OSError:
             return False
-        words = struct.iter_unpack("=Q", descriptor[: len(descriptor) & ~7])
-        return any(word in code for (word,) in words)
+        return code.have_any(struct.unpack(f"={len(descriptor) // 8}Q", descriptor[: len(descriptor) & ~7]))
 
     def _is_file(self, descriptor: int) -> bool:
         """Return whether a descriptor is a file: a thread that reads a file may hold a lock, as the linker does."""
@@ -382,6 +384,11 @@ class _AddressRanges:
     def __contains__(self, address: int) -> bool:
         index = bisect.bisect_right(self._starts, address) - 1
         return index >= 0 and address < self._ends[index]
+
+    def have_any(self, addresses: Iterable[int]) -> bool:
+        """Return whether any of the addresses is one of these; there are some."""
+        first, end = self._starts[0], self._ends[-1]  # most of many are not even between those
+        return any(address in self for address in [each for each in addresses if first <= each < end])
 
 
 class _Shared(NamedTuple):

@@ -32,7 +32,7 @@ from jupyter_gpu_ckpt.process.syscalls import NUMBERS
 _KEPT_RUNNING = re.compile(r"(cuda-EvtHandlr|cuda[0-9a-f]{11}|gpu-ckpt-(fast|copy))$")
 #: Those of the library among them; and what precedes the numbers of its threads in its memory (`own_threads.c`).
 _OF_LIBRARY, _OWN_THREADS = re.compile(r"gpu-ckpt-"), b"gpu-ckpt thread\0"
-_NUMBERS = struct.Struct("=256i")
+_NUMBERS = struct.Struct("=320i")
 #: These, and libzmq's own threads, in a context with a prefix or without: they connect and accept, and never call CUDA.
 _NO_CALLER = re.compile(rf"{_KEPT_RUNNING.pattern}|(.*/)?ZMQbg(/|$)")
 #: Another such name may be the driver's, of a release that we do not know, or of a thread that should be frozen.

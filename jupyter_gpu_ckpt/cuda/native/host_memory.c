@@ -351,9 +351,12 @@ CUresult host_memory_make_hole(size_t offset, size_t bytes)
 {
     size_t first = offset / EXTENT_BYTES, last = (offset + bytes - 1) / EXTENT_BYTES;
     CUresult result = CUDA_SUCCESS;
-    for (size_t extent = first; extent <= last && memory == NULL && result == CUDA_SUCCESS; extent++)
-        if ((is_used || extent != last_extended) && (result = extend(extent, offset, bytes)) == CUDA_SUCCESS)
+    for (size_t extent = first; extent <= last && memory == NULL; extent++) {
+        CUresult own = is_used || extent != last_extended ? extend(extent, offset, bytes) : CUDA_SUCCESS;
+        if (own == CUDA_SUCCESS)
             last_extended = extent;
+        result = result != CUDA_SUCCESS ? result : own;
+    }
     return result;
 }
 

@@ -33,7 +33,7 @@ CUresult host_memory_enlarge(size_t bytes);
 /* Create the files that are not written yet, with holes: then host memory is intact whatever is written of it. */
 CUresult host_memory_extend(void);
 
-/* Call before and after the three functions below.  No file is open otherwise: a checkpoint of this process would have
+/* Call before and after the functions below that use files.  No file is open otherwise: a checkpoint of this process would have
  * to carry it. */
 CUresult host_memory_open(void);
 void host_memory_close(void);
@@ -48,7 +48,9 @@ CUresult host_memory_write(size_t offset, const void *from, size_t bytes);
 CUresult host_memory_read(size_t offset, void *to, size_t bytes);
 
 /* Have a range hold zeros, instead of a write: it takes no memory.  By one thread; others may write elsewhere at the same
- * time.  Also in two steps: a note, which says whether `host_memory_is_zero` now knows it, and then the range itself. */
+ * time.  Also in two steps: a note, which says whether `host_memory_is_zero` now knows it, and then the range itself,
+ * which must not be read before; as much of it as can be, after the first error.  Then host memory has to be freed, once
+ * nothing is only there. */
 CUresult host_memory_set_zero(size_t offset, size_t bytes);
 bool host_memory_note_zero(size_t offset, size_t bytes);
 CUresult host_memory_make_hole(size_t offset, size_t bytes);

@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 /* More than copy to and from all devices at a time. */
-#define MOST 256
+#define MOST 320
 
 /* Found by its mark in the mappings of this library, as `published.h`.  A thread that has ended stays until another one
  * needs its number's place: until the very end it must not be taken for one of the program's. */

@@ -26,7 +26,7 @@ FLAGS = ("-g", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}")
 #: Has the library examine little memory before it begins to copy, and write few zeros at a time.
 SLICED = ("FIRST_SLICE=1", "ZEROS_BYTES=8388608")
 #: And copy all memory of 2 MiB on the device before it copies it to host memory.
-STAGED = (*SLICED, "STAGED_LEAST=2097152", "STAGED_PIECE=2097152", "STAGED_SHARE=0.25")
+STAGED = (*SLICED, "STAGED_LEAST=2097152", "STAGED_PIECE=4194304", "STAGED_SHARE=0.25")
 #: A stream copies what a sanitizer would take for an access of the program.
 DOUBLE = ("-std=gnu11", "-O2", "-fvisibility=hidden", "-fno-tree-loop-distribute-patterns", "-shared")
 

@@ -93,23 +93,45 @@ def test_what_was_zero_is_copied_when_it_is_not_and_the_other_way_round(subject)
         rounds(subject, control, copies=0)
 
 
-@pytest.mark.parametrize("verb", ["copy_out", "move_out"])
-def test_where_files_cannot_have_the_zeros_the_memory_stays(programs, doubles, verb):
-    """The files get them last, when memory of zeros has been freed already."""
+@pytest.fixture
+def without_a_file(programs, doubles):
+    """A program whose zeros have one file that cannot be made: a directory has its name."""
     with running(programs, doubles, environment=DIRTY) as subject:
         extents(subject).mkdir(parents=True)
         subject.alloc(1, 34 * MIB, "cuda", "zeros")
         subject.alloc(1, 6 * MIB, "map", "full")
         subject.alloc(2, 20 * MIB, "async", "zeros")
-        (extents(subject) / "000003.img").mkdir()
-        with subject.control() as control:
+        (extents(subject) / "000001.img").mkdir()
+        yield subject
+
+
+def works_again(subject: Subject, control: Control) -> None:
+    subject.intact(4)
+    (extents(subject) / "000001.img").rmdir()
+    rounds(subject, control, copies=3)
+
+
+@pytest.mark.parametrize("verb", ["copy_out", "move_out"])
+def test_where_files_cannot_have_the_zeros_the_memory_stays(without_a_file, verb):
+    """The files get them last, when memory of zeros has been freed already."""
+    with without_a_file.control() as control:
+        assert control.ask(verb)["cuda"] != 0
+        assert control.ask("status")["swapped_out"] == 0
+        works_again(without_a_file, control)
+
+
+def test_zeros_are_known_while_their_files_and_the_memory_cannot_be_had(without_a_file):
+    """All other files have them."""
+    with without_a_file.control() as control:
+        without_a_file.fail("cuMemCreate", 1, 2, lasting=True)
+        for verb in ("move_out", "swap_in", "swap_in"):
             assert control.ask(verb)["cuda"] != 0
-            status = control.ask("status")
-            assert (status["cuda"], status["swapped_out"]) == (0, 0)
-            subject.intact(4)
-            (extents(subject) / "000003.img").rmdir()
-            rounds(subject, control, copies=3)
-        subject.intact(4)
+            assert control.ask("status")["swapped_out"] != 0
+        sizes = {file.name: file.stat().st_size for file in extents(without_a_file).iterdir() if file.is_file()}
+        assert sizes == {"000000.img": 16 * MIB, "000002.img": 16 * MIB, "000003.img": 16 * MIB, "000004.img": 16 * MIB}
+        without_a_file.fail()
+        control.must("swap_in")
+        works_again(without_a_file, control)
 
 
 @pytest.mark.parametrize("function", FOUND_BY)

@@ -470,12 +470,11 @@ async def framework(bench: Bench, name: str) -> list[Figure]:
 
 
 async def taken(bench: Bench, name: str) -> list[Figure]:
-    """Measure "tensors off" from outside: until a process that needs the kernel's bytes has them.
+    """Measure "tensors off" from outside as well: until a process that needs the kernel's bytes has them.
 
-    All but 256 MiB of them (`TAKER`), which is 0.005 s at the rate of the bus.  It asks for them all the time, which
-    slows the kernel down: the server's own figure is here for comparison, and has its limit in PyTorch's row.
+    All but 256 MiB of them (`TAKER`), which is 0.005 s at the rate of the bus; it asks for them all the time.
     """
-    off, taken_by = list[float](), list[float]()
+    figures: dict[str, list[float]] = {"tensors off": [], "another process has their memory": []}
     async with bench.kernel(name, PROGRAMS["torch"]) as kernel:
         await kernel.run(f"begin(); fill({EACH << 10})", timeout=DEADLINE)
         taker = subprocess.Popen(
@@ -490,17 +489,15 @@ async def taken(bench: Bench, name: str) -> list[Figure]:
                 began = time.time()
                 taker.stdin.write("take\n")
                 taker.stdin.flush()
-                off.append((await out(kernel))["tensors off"])
-                taken_by.append(float(await asyncio.to_thread(taker.stdout.readline)) - began)
+                figures["tensors off"].append((await out(kernel))["tensors off"])
+                has = float(await asyncio.to_thread(taker.stdout.readline))
+                figures["another process has their memory"].append(has - began)
                 await back(kernel)
         finally:
             taker.kill()
             taker.wait()
-    title = f"{EACH} GiB, PyTorch, beside a process that needs the memory"
-    return [
-        Figure(f"{title}: it has the memory", taken_by, most=EACH * bench.medians["bus out"] + REST),
-        Figure(f"{title}: tensors off", off),
-    ]
+    most = EACH * bench.medians["bus out"] + REST
+    return [Figure(f"{EACH} GiB, PyTorch: {what}", values, most=most) for what, values in figures.items()]
 
 
 async def kept(bench: Bench, name: str) -> list[Figure]:

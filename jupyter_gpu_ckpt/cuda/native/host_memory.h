@@ -33,8 +33,8 @@ CUresult host_memory_enlarge(size_t bytes);
 /* Create the files that are not written yet, with holes: then host memory is intact whatever is written of it. */
 CUresult host_memory_extend(void);
 
-/* Call before and after the functions below that use files.  No file is open otherwise: a checkpoint of this process would have
- * to carry it. */
+/* Call before and after the functions below that use files.  No file is open otherwise: a checkpoint of this process
+ * would have to carry it. */
 CUresult host_memory_open(void);
 void host_memory_close(void);
 

@@ -84,7 +84,7 @@ def test_a_branch_is_refused_by_rest_until_its_differences_are_accepted(live, ke
 def test_a_cell_requests_a_branch_and_the_next_one_names_it(live, kernel_id):
     assert "another kernel starts" in live.run(kernel_id, "x = 1\n%gpu_checkpoint --branch")
     branch = until(lambda: next(iter(sessions(live).keys() - {kernel_id}), None))
-    until(lambda: branch in live.run(kernel_id, "print(x)"))
+    live.run_until(kernel_id, "print(x)", branch)
     assert live.run(branch, "print(x)").endswith("1")
     with pytest.raises(AssertionError, match="SAVE_POINT_NOT_FOUND"):
         live.run(kernel_id, "%gpu_checkpoint --branch nowhere")
@@ -95,7 +95,7 @@ def test_changed_files_are_accepted_for_a_branch_by_its_magic_and_by_rest(live, 
     live.run(kernel_id, "x = 1; log = open('log', 'w+'); n = log.write('then'); log.flush()\n%gpu_checkpoint --save p")
     live.run(kernel_id, "n = log.write(' and now'); log.flush()")
     live.run(kernel_id, "%gpu_checkpoint --branch p")
-    until(lambda: "begin the branch with `--accept-changed-files`" in live.run(kernel_id, "pass"))
+    live.run_until(kernel_id, "pass", "begin the branch with `--accept-changed-files`")
     live.run(kernel_id, "%gpu_checkpoint --branch p --accept-changed-files")
     branch = until(lambda: next(iter(sessions(live).keys() - {kernel_id}), None))
     assert live.run(branch, "print(open('log').read())") == "then and now"

@@ -63,7 +63,7 @@ def test_a_cell_chooses_the_gpu_by_its_number(tmp_path, runtime_base, criu_binar
                 running.run(kernel_id, f"%gpu_checkpoint {verb} --gpu 7")
         assert (kernels(), free()) == ({kernel_id}, [3, 8])
         running.run(kernel_id, "%gpu_checkpoint --branch one")
-        until(lambda: "`--gpu 1` with --branch or --back" in running.run(kernel_id, "pass"))
+        running.run_until(kernel_id, "pass", "`--gpu 1` with --branch or --back")
         running.run(kernel_id, "%gpu_checkpoint --branch one --gpu 1")
         (branch,) = until(lambda: kernels() - {kernel_id})
         until(lambda: running.get(f"gpu-ckpt/kernels/{branch}")["state"] == "running")

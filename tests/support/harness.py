@@ -133,7 +133,7 @@ async def branch_of(image: str, of: Notebook, directory: Path, **how):
     )
     await manager.start_kernel(cwd=str(directory), branch_of=BranchPoint(image, **how))
     client = manager.client()
-    client.start_channels()
+    client.start_channels(hb=False)  # as in `live.Server.client`
     try:
         # Not `wait_for_ready`: IPython draws the tip of its banner from the user's random numbers.
         while (await client.get_iopub_msg(timeout=60))["msg_type"] != "iopub_welcome":

@@ -71,11 +71,15 @@ class Server:
 
     @contextmanager
     def client(self, kernel_id: str) -> Iterator[BlockingKernelClient]:
-        """A stock client, by the kernel's own connection file."""
+        """A stock client, by the kernel's own connection file.
+
+        Without a heartbeat: jupyter_client's thread for it that is stopped before it has begun connects for ever, until
+        the process has no descriptors for that.
+        """
         file = next((self.home / "runtime").glob(f"kernel-{kernel_id}.json"))
         client = BlockingKernelClient(connection_file=str(file))
         client.load_connection_file()
-        client.start_channels()
+        client.start_channels(hb=False)
         try:
             yield client
         finally:
@@ -83,16 +87,17 @@ class Server:
 
     def run(self, kernel_id: str, code: str) -> str:
         """Execute a cell; what it printed."""
-        printed: list[str] = []
-
-        def collect(message: dict[str, Any]) -> None:
-            if message["msg_type"] == "stream":
-                printed.append(message["content"]["text"])
-
         with self.client(kernel_id) as client:
-            reply = client.execute_interactive(code, timeout=60, output_hook=collect, allow_stdin=False)
-        assert reply["content"]["status"] == "ok", reply["content"]
-        return "".join(printed).strip()
+            return _run(client, code)
+
+    def run_until(self, kernel_id: str, code: str, words: str) -> None:
+        """Execute a cell again and again until it prints ``words``, which the server has one of them say.
+
+        All by one client, which hears everything: one that is new may subscribe after that was published.
+        """
+        with self.client(kernel_id) as client:
+            client.wait_for_ready(timeout=60)
+            until(lambda: words in _run(client, code))
 
     @contextmanager
     def busy(self, kernel_id: str) -> Iterator[None]:
@@ -133,6 +138,18 @@ class Server:
     def log(self) -> str:
         """The server's log."""
         return (self.home / "server.log").read_text()
+
+
+def _run(client: BlockingKernelClient, code: str) -> str:
+    printed: list[str] = []
+
+    def collect(message: dict[str, Any]) -> None:
+        if message["msg_type"] == "stream":
+            printed.append(message["content"]["text"])
+
+    reply = client.execute_interactive(code, timeout=60, output_hook=collect, allow_stdin=False)
+    assert reply["content"]["status"] == "ok", reply["content"]
+    return "".join(printed).strip()
 
 
 def until(true: Callable[[], Any], timeout: float = 60) -> Any:

@@ -151,6 +151,8 @@ class Gate:
         )
         if identity is not None:
             self._router.replies.learn(identity)
+            if identity.get("welcomes"):
+                self._router.replies.kernel_welcomed()
             self._router.name = str(identity.get("name") or self._router.name)
             self._router.notices += identity.get("notices") or ()
         self._thread = threading.Thread(target=self._run, name=f"gate-{kernel_id}", daemon=True)
@@ -258,7 +260,8 @@ class Gate:
     def identity(self) -> dict[str, Any] | None:
         """JSON for the ``identity`` of a later `Gate`; None if the kernel was never heard.
 
-        The kernel's session id and ``kernel_info``, the gate's name, the notices that no cell has shown.
+        The kernel's session id and ``kernel_info``, whether it sends ``iopub_welcome``, the gate's name, the notices
+        that no cell has shown.
         """
         return self._call(lambda router: router.identity)
 

@@ -57,7 +57,7 @@ class Replies:
         if self.info is None:
             return None
         header = {"session": self._session.session, "username": self._session.username}
-        return {"header": header, "content": self.info}
+        return {"header": header, "content": self.info, "welcomes": self._kernel_welcomes}
 
     def welcome(self, topic: bytes) -> None:
         """Answer a subscription by ``iopub_welcome``, as the kernel would (JEP 65; in ipykernel since 7).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -131,6 +132,22 @@ def test_a_new_subscriber_is_welcomed_and_the_kernels_own_welcome_is_not_passed_
         assert types.count("iopub_welcome") == 1  # that of the client that came later
     finally:
         subscriber.close(linger=0)
+
+
+@pytest.mark.parametrize("welcomed", [True, False])
+def test_a_later_gate_of_a_sleeping_kernel_welcomes_subscribers_as_the_kernel_does(up: World, welcomed: bool) -> None:
+    identity = {**up.gate.identity, "welcomes": welcomed}
+    up.gate.stop()
+    up.gate = up.new_gate(identity=identity)
+    up.gate.start()
+    client = up.client(ready=False, hb=False)
+    heard: list[str] = []
+    while "status" not in heard:  # it follows the welcome; a subscription may come after a request
+        client.kernel_info()
+        with contextlib.suppress(Empty):
+            while True:
+                heard.append(client.get_iopub_msg(timeout=0.5)["msg_type"])
+    assert ("iopub_welcome" in heard) is welcomed
 
 
 @pytest.mark.parametrize("forge", ["forged", "repeated", "garbage", "no delimiter", "header"])

@@ -91,9 +91,9 @@ class Server:
             return _run(client, code)
 
     def run_until(self, kernel_id: str, code: str, words: str) -> None:
-        """Execute a cell again and again until it prints ``words``, which the server has one of them say.
+        """Execute a cell again and again until it prints ``words``, which the server adds to one of these outputs.
 
-        All by one client, which hears everything: one that is new may subscribe after that was published.
+        All by one client: a new one may subscribe after the words were published.
         """
         with self.client(kernel_id) as client:
             client.wait_for_ready(timeout=60)

@@ -268,11 +268,12 @@ class TestRealKernels:
         )
         policy = started({"k": kernel.provisioner}, checkpoint_after=1.5, interval=0.2)
         await until(lambda: policy.outlook("k") is not None)
-        begun = time.monotonic()
+        begun, idle = time.monotonic(), []
         while time.monotonic() < begun + 5:
             assert kernel.state == "running"
+            idle.append(policy.outlook("k")["idle_s"])
             await asyncio.sleep(0.1)
-        await until(lambda: policy.outlook("k")["idle_s"] < 1.5)  # its last look may have been longer ago
+        assert min(idle[len(idle) // 2 :]) < 1.5  # not the last one: the policy's last look may be longer ago
         await kernel.run("busy = False")
         await kernel.settled("checkpointed")
 
